@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from accordion import cli
 from accordion.compat import deepspeed
 from accordion.compat.deepspeed import read
 from accordion.config import FULL_SHARD, Offload
 from accordion.errors import UsageError
 from accordion.sharding import precision_named
 from accordion.state import synchronize
-from accordion.train import command, prepare
+from accordion.train import command
 from accordion.train.config import ShardConfig, as_yaml
 from accordion.train.deepspeed import translated
 from accordion.train.rates import share_at
@@ -182,27 +181,3 @@ def test_the_rates_of_a_run_are_those_of_the_file(tmp_path: Path) -> None:
 def test_deepspeed_is_short_for_its_key(tmp_path: Path) -> None:
     assert command.read(["--deepspeed", "a.json"])[0] == command.read(["--train.deepspeed=a.json"])[0]
     assert command.read(["--deepspeed=a.json"])[0].train.deepspeed == "a.json"
-
-
-def test_the_command_starts_ranks_with_the_settings_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(
-        prepare,
-        "_of_language",
-        lambda config, *_: prepare.Prepared(config=config, work=None, folders={}, resume=None),  # type: ignore[arg-type]
-    )
-    monkeypatch.setattr(
-        command.launch, "start", lambda entry, args, world, signals: started.append((args[0], world)) or 0
-    )
-    file = tmp_path / "ds.json"
-    file.write_text('{"zero_optimization": {"stage": 3}, "train_batch_size": 24}')
-    words = ["train", "--launch.device", "cpu", "--launch.nproc", "3", "--deepspeed", str(file)]
-    assert cli.main(words) == 0
-    prepared, world = started[0]
-    assert (world, prepared.config.shard.strategy, prepared.config.train.micro_batch) == (3, FULL_SHARD, 8)
-    assert cli.main([*words, "--train.micro_batch", "4"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("accordion: train.micro_batch is 4, and train_batch_size in")
-    assert told.count("\n") == 1

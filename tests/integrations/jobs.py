@@ -15,7 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import accordion as acc
+from accordion.engine.hooks import engine_of
 from tests.support.ranked import on_job
+from tests.support.reference import local_of
 
 VOCABULARY, LENGTH, WIDTH = 64, 12, 16
 TRAINING: dict[str, Any] = {  # arguments of Trainers
@@ -122,9 +125,6 @@ def sentences(count: int = 64, seed: int = 1) -> list[dict[str, Tensor]]:
 
 def full(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of all full tensors, on every rank."""
-    import accordion as acc
-    from accordion.engine.hooks import engine_of
-
     if engine_of(model) is not None:
         return acc.full_state_dict(model, rank0_only=False)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -132,10 +132,7 @@ def full(model: nn.Module) -> dict[str, Tensor]:
 
 def held(tensors: Iterable[Tensor]) -> int:
     """Return the number of elements on this rank in floating-point tensors, without an optimizer's step counts."""
-    from torch.distributed.tensor import DTensor
-
-    locals = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return sum(t.numel() for t in locals if t.is_floating_point() and t.dim() > 0)
+    return sum(t.numel() for t in map(local_of, tensors) if t.is_floating_point() and t.dim() > 0)
 
 
 @contextmanager
@@ -164,7 +161,7 @@ def sizes_of_steps() -> Iterator[dict[str, int]]:
 def assert_held_once(ours: dict[str, int], theirs: dict[str, int]) -> None:
     """Check that all ranks together have what one DDP rank has, and this one about half of it; a collective of two ranks."""
     together = torch.tensor([ours[key] for key in theirs])
-    torch.distributed.all_reduce(together)
+    dist.all_reduce(together)
     assert together.tolist() == list(theirs.values()), "all ranks together hold each element once"
     assert {"parameters", "gradients", "states"} == set(theirs)
     for key, whole in theirs.items():
@@ -173,6 +170,4 @@ def assert_held_once(ours: dict[str, int], theirs: dict[str, int]) -> None:
 
 def bytes_held(model: nn.Module) -> int:
     """Return the bytes of this rank's parameters."""
-    from torch.distributed.tensor import DTensor
-
-    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+    return sum(local_of(p).nbytes for p in model.parameters())

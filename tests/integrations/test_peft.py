@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 import accordion as acc
 from tests.integrations.jobs import VOCABULARY, full, held, llama, needs, on_library_job, sizes_of_steps
 from tests.support.ranked import on_job
+from tests.support.reference import local_of
 from tests.support.sample import sampled
 
 pytestmark = needs("peft", "transformers")
@@ -46,6 +48,11 @@ def tuned(name: str, base: Any = None) -> Any:
 
 def batch(rank: int, step: int) -> Tensor:
     return torch.randint(2, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def logits(model: Any, step: int, rank: int = 0) -> Tensor:
+    with torch.no_grad():
+        return model(batch(rank, step)).logits
 
 
 def most(params: Iterable[Tensor]) -> int:
@@ -97,8 +104,7 @@ def test_each_method_trains_as_unsharded_and_its_adapter_loads_elsewhere(mesh: A
     assert not list(tmp_path.glob(".full-*"))
     again = PeftModel.from_pretrained(llama(tie_word_embeddings=False), tmp_path / "adapter").eval()
     model.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(again(batch(rank, 7)).logits, model(batch(rank, 7)).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(again, 7, rank), logits(model, 7, rank), rtol=1e-4, atol=1e-5)
 
 
 # -- around a base that fits no rank
@@ -119,15 +125,15 @@ def test_a_pretrained_base_is_loaded_and_adapters_begin_as_pefts(mesh: Any, tmp_
     acc.load_pretrained(model, tmp_path)
     base, found = llama(3, tie_word_embeddings=False), full(model)
     for key, tensor in found.items():
-        if "base_layer" in key or "original_module" in key or "modules_to_save" in key:
-            key = key.replace("base_layer.", "").replace("original_module.", "").replace("modules_to_save.default.", "")
-            torch.testing.assert_close(tensor, base.state_dict()[key.removeprefix("base_model.model.")], rtol=0, atol=0)
+        of_base = re.sub(r"base_layer\.|original_module\.|modules_to_save\.default\.", "", key)
+        if of_base != key:
+            expected = base.state_dict()[of_base.removeprefix("base_model.model.")]
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
     assert all(not t.any() for key, t in found.items() if "lora_B" in key)
     assert all(t.any() for key, t in found.items() if "lora_A" in key)
-    with torch.no_grad(), model.disable_adapter():
-        torch.testing.assert_close(model(batch(0, 0)).logits, base(batch(0, 0)).logits)
-    with torch.no_grad():
-        torch.testing.assert_close(model(batch(0, 0)).logits, base(batch(0, 0)).logits)  # adapters begin as nothing
+    with model.disable_adapter():
+        torch.testing.assert_close(logits(model, 0), logits(base, 0))
+    torch.testing.assert_close(logits(model, 0), logits(base, 0))  # adapters begin as nothing
 
 
 # -- a part of the model
@@ -197,17 +203,15 @@ def test_adapters_are_merged_in_place_and_not_taken_out(mesh: Any) -> None:
         with torch.no_grad():
             for name, param in one.named_parameters():
                 if "lora_B" in name:
-                    (param.to_local() if hasattr(param, "to_local") else param).fill_(0.1)
-    with torch.no_grad():
-        expected = plain(batch(0, 0)).logits
+                    local_of(param).fill_(0.1)
+    expected = logits(plain, 0)
     calls: list[Callable[[], Any]] = [model.merge_and_unload, model.unload]
     for call in calls:
         with acc.full_params(model, write=True), pytest.raises(acc.UsageError, match=r"model\.merge_adapter"):
             call()
     with acc.full_params(model, write=True):
         model.merge_adapter()
-    with torch.no_grad():
-        torch.testing.assert_close(model(batch(0, 0)).logits, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(model, 0), expected, rtol=1e-4, atol=1e-5)
     merged = plain.merge_and_unload().state_dict()
     found = acc.full_state_dict(model, rank0_only=False, only=lambda name, _: "lora_" not in name)
     for name, tensor in found.items():
@@ -227,20 +231,18 @@ def test_adapters_are_streamed_merged_or_alone(mesh: Any) -> None:
         for one in (plain, model):
             with torch.no_grad():
                 for param in [param for param in one.parameters() if param.requires_grad]:
-                    (param.to_local() if hasattr(param, "to_local") else param).mul_(1.5).add_(0.01)
+                    local_of(param).mul_(1.5).add_(0.01)
         alone = dict(acc.stream_weights(model, adapters="alone"))
         expected = get_peft_model_state_dict(plain)
         assert alone.keys() == expected.keys()
         assert all(torch.equal(alone[key], tensor) for key, tensor in expected.items())
-        with torch.no_grad():
-            logits = model(batch(0, 0)).logits
+        before = logits(model, 0)
         merged = dict(acc.stream_weights(model, 2**14, changed_since="start"))
         base = plain.merge_and_unload().state_dict()
         assert merged.keys() == base.keys(), name
         for key, tensor in base.items():
             torch.testing.assert_close(merged[key], tensor, rtol=1e-4, atol=1e-6)
-        with torch.no_grad():
-            assert torch.equal(model(batch(0, 0)).logits, logits), "the adapters are not merged in the model itself"
+        assert torch.equal(logits(model, 0), before), "the adapters are not merged in the model itself"
     with pytest.raises(acc.UsageError, match="which no weight of the base model can take"):
         acc.stream_weights(acc.shard(tuned("prompt tuning"), mesh))
 
@@ -278,8 +280,7 @@ def test_several_adapters(mesh: Any, tmp_path: Path) -> None:
         for one in (again, model):
             one.set_adapter(name)
             one.eval()
-        with torch.no_grad():
-            torch.testing.assert_close(again(batch(0, 6)).logits, model(batch(0, 6)).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits(again, 6), logits(model, 6), rtol=1e-4, atol=1e-5)
 
 
 class Bytes(torch.nn.Module):
