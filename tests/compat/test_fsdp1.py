@@ -362,7 +362,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @on_world(2)
 def test_bad_input_is_named_on_every_rank(mesh: DeviceMesh) -> None:
     net, kinds = seeded(), ShardingStrategy
-    whole, by_hand = {"device_mesh": mesh, "auto_wrap_policy": SIZE}, {"device_mesh": mesh}
+    by_hand = {"device_mesh": mesh}
+
+    def wrapped(**arguments: Any) -> Any:
+        return FSDP(seeded(), **{**by_hand, **arguments})
+
+    cuda = DeviceMesh("cuda", [0, 1], _init_backend=False)
     cases: dict[str, Callable[[], Any]] = {
         "not str": lambda: FSDP("net"),  # type: ignore[arg-type]
         "has no forward": lambda: FSDP(net.blocks),
@@ -374,9 +379,7 @@ def test_bad_input_is_named_on_every_rank(mesh: DeviceMesh) -> None:
         "pass everything in ignored_states": lambda: FSDP(net, ignored_states=[net.first], ignored_modules=[net.first]),
         "auto_wrap_policy is 3": lambda: FSDP(net, auto_wrap_policy=3),
         "has no parameters": lambda: FSDP(nn.ReLU(), **by_hand).state_dict(),
-        "one of 'cuda' devices": lambda: FSDP(
-            seeded(), **{**whole, "device_mesh": DeviceMesh("cuda", [0, 1], _init_backend=False)}
-        ),
+        "one of 'cuda' devices": lambda: wrapped(auto_wrap_policy=SIZE, device_mesh=cuda),
         "and this has 1, named": lambda: FSDP(net, sharding_strategy=kinds.HYBRID_SHARD, **by_hand).state_dict(),
         "takes two": lambda: FSDP(
             net, sharding_strategy=kinds.HYBRID_SHARD, process_group=mesh.get_group()
@@ -384,22 +387,22 @@ def test_bad_input_is_named_on_every_rank(mesh: DeviceMesh) -> None:
         "pass a policy, or wrap by hand": lambda: FSDP(
             nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)), auto_wrap_policy=SIZE
         ),
-        "has an engine already": lambda: FSDP(nn.Sequential(FSDP(seeded(), **whole))),
+        "has an engine already": lambda: FSDP(nn.Sequential(wrapped(auto_wrap_policy=SIZE))),
         "pass the same to all": lambda: FSDP(
             nn.Sequential(FSDP(nn.Linear(2, 2), sharding_strategy=kinds.NO_SHARD)), **by_hand
         ).state_dict(),
         "LOCAL_STATE_DICT is not supported": lambda: FSDP.set_state_dict_type(
-            FSDP(seeded(), **by_hand), StateDictType.LOCAL_STATE_DICT
+            wrapped(), StateDictType.LOCAL_STATE_DICT
         ),
         "takes a FullStateDictConfig": lambda: FSDP.set_state_dict_type(
-            FSDP(seeded(), **by_hand), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()
+            wrapped(), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()
         ),
         "contains none": lambda: FSDP.get_state_dict_type(net),
-        "writeback=False": lambda: FSDP.summon_full_params(FSDP(seeded(), **by_hand), rank0_only=True).__enter__(),
-        "no flat gradient": lambda: FSDP(seeded(), **by_hand).register_comm_hook(None, None),
+        "writeback=False": lambda: FSDP.summon_full_params(wrapped(), rank0_only=True).__enter__(),
+        "no flat gradient": lambda: wrapped().register_comm_hook(None, None),
         "qualified names": lambda: FSDP.rekey_optim_state_dict({}, None, None),
-        "empty on this rank": lambda: FSDP.optim_state_dict_to_load(plain := FSDP(seeded(), **by_hand), sgd(plain), {}),
-        "that is not in the model": lambda: FSDP.optim_state_dict(FSDP(seeded(), **by_hand), sgd(net)),
+        "empty on this rank": lambda: FSDP.optim_state_dict_to_load(plain := wrapped(), sgd(plain), {}),
+        "that is not in the model": lambda: FSDP.optim_state_dict(wrapped(), sgd(net)),
     }
     for words, case in cases.items():
         with pytest.raises(UsageError, match=words) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -144,25 +145,17 @@ def test_optimizer_states_with_foreign_and_missing_keys(mesh: DeviceMesh) -> Non
     assert FSDP.optim_state_dict(model, optimizer)["state"] == {}
     train(model, rank, optimizer=optimizer)
     optimizer.state.update(count=7, own={"mean": torch.ones(3)})
-    for kind, config in (
-        ("FULL_STATE_DICT", None),
-        ("FULL_STATE_DICT", FullOptimStateDictConfig(rank0_only=True)),
-        ("SHARDED_STATE_DICT", None),
-    ):
-        first_only = config is not None
+    numbered = optimizer.state_dict()
+    first_rank = FullOptimStateDictConfig(rank0_only=True)
+    for kind, config in (("FULL_STATE_DICT", None), ("FULL_STATE_DICT", first_rank), ("SHARDED_STATE_DICT", None)):
         with FSDP.state_dict_type(model, StateDictType[kind], None, config):
             state = FSDP.optim_state_dict(model, optimizer)
-            partial = FSDP.optim_state_dict(model, optimizer, {"state": optimizer.state_dict()["state"]})
-            assert partial.keys() == ({"state"} if rank == 0 or not first_only else set())
-
-            def load(saved: dict[str, Any], first_only: bool = first_only) -> dict[str, Any]:
-                return FSDP.optim_state_dict_to_load(model, optimizer, {} if rank and first_only else saved)
-
-            assert_same_tensors(load(state), optimizer.state_dict())
-            assert_same_tensors(load(partial), {"state": optimizer.state_dict()["state"]})
-            moved = {
-                ("old" if name == "last.bias" else name): entry for name, entry in partial.get("state", {}).items()
-            }
+            partial = FSDP.optim_state_dict(model, optimizer, {"state": numbered["state"]})
+            assert (state, partial) == ({}, {}) if rank and config else partial.keys() == {"state"}
+            moved = {name.replace("last.bias", "old"): entry for name, entry in partial.get("state", {}).items()}
+            load = functools.partial(FSDP.optim_state_dict_to_load, model, optimizer)
+            assert_same_tensors(load(state), numbered)
+            assert_same_tensors(load(partial), {"state": numbered["state"]})
             assert load({"state": moved})["state"].keys() == {*range(15), "count", "own", "old"}
             for lacking in ({}, {"param_groups": state.get("param_groups")}):
                 with pytest.raises(acc.UsageError, match="lacks 'state'"):

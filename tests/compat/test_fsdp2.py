@@ -21,7 +21,7 @@ from tests.support import models
 from tests.support.checks import assert_close, batch, mean_grads, one_loss, step_all
 from tests.support.meters import Wire
 from tests.support.ranked import on_mesh, on_world
-from tests.support.reference import grads_of, params_of
+from tests.support.reference import grads_of, params_of, whole
 from tests.support.sample import sampled
 
 SIDES = (theirs, ours)
@@ -37,10 +37,6 @@ def sharded(api: Any, mesh: Any, build: Any = models.plain, inner: Any = None, *
 
 def both(mesh: Any, build: Any = models.plain, **options: Any) -> list[models.Tiny]:
     return [sharded(api, mesh, build, **options) for api in SIDES]
-
-
-def full(tensors: Any) -> dict[str, Tensor | None]:
-    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors}
 
 
 def assert_gradients_are_means(
@@ -169,7 +165,7 @@ def test_cpu_offload(mesh) -> None:
             one_loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        results.append(full(model.state_dict().items()))
+        results.append(whole(model.state_dict()))
     assert_close(results[1], results[0], 0.0)
     shard_buffers = [type(g.shard_buffer).__name__ for unit in units_of(model) for g in unit.groups]
     assert set(shard_buffers) == {"HostShards"}

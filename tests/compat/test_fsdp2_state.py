@@ -27,7 +27,6 @@ from tests.compat.test_fsdp2 import (
     assert_gradients_are_means,
     assert_same_gradients,
     both,
-    full,
     leases,
     sharded,
 )
@@ -35,7 +34,7 @@ from tests.devices import device
 from tests.support import models
 from tests.support.checks import PlantedError, assert_close, assert_equal, batch, mean_grads, one_loss, step_all
 from tests.support.ranked import on_world
-from tests.support.reference import grads_of, params_of
+from tests.support.reference import grads_of, params_of, whole
 from tests.support.sample import sampled
 
 # -- full parameters on demand
@@ -194,14 +193,14 @@ def test_state_dicts_of_every_kind(mesh, full_tensors: bool, on_cpu: bool) -> No
     wanted, found = [get_model_state_dict(m, options=how) for m in pair]
     assert list(wanted) == list(found)
     assert [type(t) for t in wanted.values()] == [type(t) for t in found.values()]
-    assert_close(full(found.items()), full(wanted.items()), 1e-5)
+    assert_close(whole(found), whole(wanted), 1e-5)
     wanted, found = [get_optimizer_state_dict(m, o, options=how) for m, o in zip(pair, optimizers, strict=True)]
     assert wanted.keys() == found.keys()
     assert wanted.get("state", {}).keys() == found.get("state", {}).keys()
     for name, kept in wanted.get("state", {}).items():
         mine = found["state"][name]
         assert [type(t) for t in kept.values()] == [type(t) for t in mine.values()]
-        assert_close(full(mine.items()), full(kept.items()), 1e-4)
+        assert_close(whole(mine), whole(kept), 1e-4)
     target = sharded(ours, mesh)
     target.load_state_dict(
         {n: distribute_tensor(p * 2, mesh, [Shard(0)]) for n, p in models.plain().state_dict().items()}
@@ -274,11 +273,11 @@ def written_and_read(mesh, folder: str, writer: int, of_ranks: int) -> dict[str,
         assert not unlike.unexpected_keys
     else:
         dcp.save(state, checkpoint_id=folder, process_group=group)
-    found = full(model.named_parameters())
+    found = params_of(model)
     names = {id(p): n for n, p in model.named_parameters()}
     for p, kept in optimizer.state.items():
-        found |= full((f"{names[id(p)]} {key}", t) for key, t in kept.items() if t.dim())
-    return {name: t.detach().cpu() for name, t in found.items()}
+        found |= whole({f"{names[id(p)]} {key}": t for key, t in kept.items() if t.dim()})
+    return {name: t.cpu() for name, t in found.items()}
 
 
 @pytest.mark.parametrize("writer", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -191,8 +191,13 @@ class Counter:
             mine.copy_(given)
 
 
-def prepared(**changes: Any) -> Any:
-    one = accelerator(True, gradient_accumulation_steps=1, step_scheduler_with_optimizer=False, **changes)
+def prepared(folder: Path) -> Any:
+    """Return an Accelerator that names its checkpoints in `folder`, what it prepared, and a registered `Counter`."""
+    from accelerate.utils import ProjectConfiguration
+
+    named = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+    changes = {"step_scheduler_with_optimizer": False, "project_config": named}
+    one = accelerator(True, gradient_accumulation_steps=1, **changes)
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
@@ -217,11 +222,8 @@ def step(one: Any, model: Any, optimizer: Any, schedule: Any, seed: int) -> floa
 
 def saves(mesh: Any, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses of six steps after the last save, and the weights then."""
-    from accelerate.utils import ProjectConfiguration
-
     with library_job():
-        named = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
-        one, *parts, counter = prepared(project_config=named)
+        one, *parts, counter = prepared(folder)
         for seed in range(6):
             step(one, *parts, seed)
             counter.value = seed + 1
@@ -237,7 +239,7 @@ def loads(mesh: Any, folder: Path, losses: list[float], expected: dict[str, torc
     from safetensors.torch import load_file
 
     with library_job():
-        one, *parts, counter = prepared()
+        one, *parts, counter = prepared(folder)
         model, optimizer, _ = parts
         counter.follow(model)
         one.load_state(str(folder / "checkpoints" / "checkpoint_1"))
@@ -251,11 +253,8 @@ def loads(mesh: Any, folder: Path, losses: list[float], expected: dict[str, torc
 
 
 def torn(mesh: Any, folder: Path) -> None:
-    from accelerate.utils import ProjectConfiguration
-
     with library_job():
-        named = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
-        one, *_, counter = prepared(project_config=named)
+        one, *_, counter = prepared(folder)
         newest = folder / "checkpoints" / "checkpoint_1"
         if mesh.get_local_rank() == 0:
             (newest / "sharded_0" / "manifest.json").unlink()
