@@ -71,8 +71,7 @@ def test_the_programs_differ_in_their_imports_alone(name):
 @on_world(4)
 def test_each_program_learns_the_same(mesh: DeviceMesh, name: str) -> None:
     """An unedited program for FSDP2 learns the same under `install` too."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         theirs = program(f"{name}_before").train(4, device=str(device()))
     found = [program(f"{name}_after").train(4, device=str(device()))]
     if name == "fsdp2":
@@ -139,8 +138,7 @@ def over(mesh: DeviceMesh, name: str) -> Any:
 @pytest.mark.slow
 @on_world(4)
 def test_the_digits_program_learns_the_same(mesh: DeviceMesh) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         theirs = over(mesh, "fsdp1_digits_before").train()
         ours = over(mesh, "fsdp1_digits_after").train()
     assert ours[0] == pytest.approx(theirs[0], abs=1e-4)
@@ -153,8 +151,7 @@ def test_the_digits_program_learns_the_same(mesh: DeviceMesh) -> None:
 @pytest.mark.slow
 @on_world(4)
 def test_the_transformer_program_learns_the_same_and_goes_on(mesh: DeviceMesh, tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         theirs, before = program("fsdp1_transformer_before"), program("fsdp1_transformer_before").build()
         expected = theirs.train(*before, 10)
     ours = program("fsdp1_transformer_after")

@@ -40,6 +40,20 @@ def needs(*libraries: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
+def on_first_rank(act: Callable[..., Any], *args: Any) -> None:
+    """Call `act(*args)` on the first rank of the job, and wait for it on all others."""
+    if dist.get_rank() == 0:
+        act(*args)
+    dist.barrier()
+
+
+def mean(values: list[float]) -> list[float]:
+    """Return the means over the ranks of the job."""
+    sums = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(sums)
+    return (sums / dist.get_world_size()).tolist()
+
+
 @contextmanager
 def torchrun_job(nodes: int = 1) -> Iterator[None]:
     """Context manager: this rank looks like one that torchrun started, on `nodes` nodes with equally many ranks."""
@@ -48,8 +62,7 @@ def torchrun_job(nodes: int = 1) -> Iterator[None]:
     variables = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size // nodes}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # the group is there already
     variables |= {"GROUP_RANK": node, "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": 1}
-    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the libraries' own
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(action="ignore"):  # the libraries' own
         for key, value in variables.items():
             patched.setenv(key, str(value))
         yield

@@ -21,7 +21,9 @@ from tests.integrations.jobs import (
     blocks,
     bytes_held,
     full,
+    mean,
     needs,
+    on_first_rank,
     sizes_of_steps,
     torchrun_job,
 )
@@ -121,13 +123,6 @@ def fitted(ours: bool, folder: Path, strategy: Any = None, lit: Any = None, resu
     one, lit = trainer(ours, folder, strategy, **changes), module() if lit is None else lit
     one.fit(lit, data(), ckpt_path=resume)
     return one, lit
-
-
-def mean(values: list[float]) -> list[float]:
-    """Return the mean over all ranks."""
-    given = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(given)
-    return (given / dist.get_world_size()).tolist()
 
 
 # -- it trains
@@ -342,9 +337,7 @@ def test_an_incomplete_folder_is_never_resumed(mesh: Any, tmp_path: Path) -> Non
         for lost, words in (("meta.pt", "its save was interrupted"), ("sharded_0/manifest.json", "cannot be loaded")):
             one.save_checkpoint(tmp_path / "torn.ckpt")
             dist.barrier()
-            if dist.get_rank() == 0:
-                (tmp_path / "torn.ckpt" / lost).unlink()
-            dist.barrier()
+            on_first_rank((tmp_path / "torn.ckpt" / lost).unlink)
             with pytest.raises(acc.CheckpointError, match=words):
                 fitted(True, tmp_path, resume=tmp_path / "torn.ckpt")
         # A file takes the place of a folder, and the other way round.
@@ -629,9 +622,7 @@ def fabric_loads(mesh: Any, folder: Path, kind: str) -> None:
         if kind == "full":
             other = one.setup_module(blocks())
             found = torch.load(folder / kind)
-            if dist.get_rank() == 0:
-                torch.save(found["model"], folder / f"raw-{dist.get_world_size()}")
-            dist.barrier()
+            on_first_rank(torch.save, found["model"], folder / f"raw-{dist.get_world_size()}")
             one.load_raw(folder / f"raw-{dist.get_world_size()}", other)
             torch.testing.assert_close(full(other._forward_module), found["model"])
 

@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 import accordion as acc
-from tests.integrations.jobs import VOCABULARY, full, held, llama, needs, on_library_job, sizes_of_steps
+from tests.integrations.jobs import (
+    VOCABULARY,
+    full,
+    held,
+    llama,
+    mean,
+    needs,
+    on_first_rank,
+    on_library_job,
+    sizes_of_steps,
+)
 from tests.support.ranked import on_job
 from tests.support.reference import local_of
 from tests.support.sample import sampled
@@ -88,9 +98,8 @@ def test_each_method_trains_as_unsharded_and_its_adapter_loads_elsewhere(mesh: A
     with sizes_of_steps() as whole:
         expected = learn(plain, [0, 1])
     with sizes_of_steps() as mine:
-        found = torch.tensor(learn(model, [rank]))
-    torch.distributed.all_reduce(found)
-    assert (found / 2).tolist() == pytest.approx(expected, rel=1e-4)
+        found = learn(model, [rank])
+    assert mean(found) == pytest.approx(expected, rel=1e-4)
     torch.testing.assert_close(full(model), full(plain), rtol=1e-3, atol=1e-4)
     mine["all"], whole["all"] = held(model.parameters()), held(plain.parameters())
     shared = torch.tensor([mine[key] for key in whole])
@@ -115,9 +124,7 @@ def test_each_method_trains_as_unsharded_and_its_adapter_loads_elsewhere(mesh: A
 )
 @on_library_job(2)
 def test_a_pretrained_base_is_loaded_and_adapters_begin_as_pefts(mesh: Any, tmp_path: Path, name: str) -> None:
-    if mesh.get_local_rank() == 0:
-        llama(3, tie_word_embeddings=False).save_pretrained(tmp_path)
-    torch.distributed.barrier()
+    on_first_rank(llama(3, tie_word_embeddings=False).save_pretrained, tmp_path)
     with torch.device("meta"):
         model = tuned(name, llama(tie_word_embeddings=False))
     model = acc.shard(model, mesh)
@@ -268,10 +275,9 @@ def test_several_adapters(mesh: Any, tmp_path: Path) -> None:
             found += [float(model(input_ids=(x := batch(0, 5)), labels=x).loss)]
             with model.disable_adapter():
                 found += [float(model(input_ids=x, labels=x).loss)]
-        losses.append(torch.tensor(found))
+        losses.append(found)
         states.append(full(model))
-    torch.distributed.all_reduce(losses[1])
-    torch.testing.assert_close(losses[1] / 2, losses[0], rtol=1e-4, atol=1e-5)
+    assert mean(losses[1]) == pytest.approx(losses[0], rel=1e-4, abs=1e-5)
     torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-4)
     acc.save_pretrained(model, tmp_path / "both")
     again = PeftModel.from_pretrained(llama(tie_word_embeddings=False), tmp_path / "both")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import accordion as acc
 from tests.devices import here
-from tests.integrations.jobs import VOCABULARY, llama, needs, on_library_job
+from tests.integrations.jobs import VOCABULARY, llama, needs, on_first_rank, on_library_job
 
 pytestmark = needs("transformers")
 SIZES: dict[str, Any] = {
@@ -41,9 +41,7 @@ def built(kind: str) -> Any:
 @on_library_job(2)
 def test_names_and_parts_are_those_of_the_files(mesh: Any, kind: str, tmp_path: Path) -> None:
     plain = built(kind)
-    if dist.get_rank() == 0:
-        plain.save_pretrained(tmp_path)
-    dist.barrier()
+    on_first_rank(plain.save_pretrained, tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
     model = acc.shard(built(kind), mesh)
     stream = acc.stream_weights(model, 2**12, changed_since="start")

@@ -22,6 +22,7 @@ from tests.integrations.jobs import (
     library_job,
     llama,
     needs,
+    on_first_rank,
     on_library_job,
     sentences,
     sizes_of_steps,
@@ -289,10 +290,8 @@ def test_an_incomplete_checkpoint_is_never_resumed(mesh: Any, tmp_path: Path, cu
         with nullcontext() if place == "store_flos" else pytest.raises((CutError, acc.AccordionError)):
             train(done)
         torch.distributed.barrier()
-        if place == "store_flos":
-            if mesh.get_local_rank() == 0:  # as if the disk had kept half of it
-                (here / "checkpoint-4" / "trainer_state.json").write_text('{"global')
-            torch.distributed.barrier()
+        if place == "store_flos":  # as if the disk had kept half of it
+            on_first_rank((here / "checkpoint-4" / "trainer_state.json").write_text, '{"global')
         assert (here / "checkpoint-4").is_dir()
         with pytest.raises(acc.CheckpointError, match=r"checkpoint-4 cannot be resumed.*interrupted"):
             train(resumable(here, max_steps=4, save_steps=2), str(here / "checkpoint-4"))
@@ -348,9 +347,7 @@ def test_a_meta_model_is_loaded_when_it_is_sharded(mesh: Any, tmp_path: Path) ->
     from accordion.integrations.transformers import from_pretrained
 
     base = tmp_path / "base"
-    if mesh.get_local_rank() == 0:
-        llama(3).save_pretrained(base)
-    torch.distributed.barrier()
+    on_first_rank(llama(3).save_pretrained, base)
     theirs = train(trainer(False, tmp_path, AutoModelForCausalLM.from_pretrained(base), max_steps=4))
     model = from_pretrained(AutoModelForCausalLM, base)
     assert all(p.is_meta for p in model.parameters())
