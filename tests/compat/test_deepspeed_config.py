@@ -18,7 +18,19 @@ from accordion.errors import AccordionError, UsageError
 from tests.compat.deepspeed_page import render
 from tests.pool import fake_world
 
+CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/scratch"}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compat_deepspeed.md"
+
+
+def autos(*names: str) -> dict[str, Any]:
+    return dict.fromkeys(names, "auto")
+
+
+def zero(stage: Any, **keys: Any) -> dict[str, Any]:
+    """Return a configuration with this section `zero_optimization`."""
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
 TRAINER: dict[str, Any] = {  # as the Hugging Face documentation has it for stage 3, without its offload
     "fp16": {
         "enabled": "auto",
@@ -29,36 +41,23 @@ TRAINER: dict[str, Any] = {  # as the Hugging Face documentation has it for stag
         "min_loss_scale": 1,
     },
     "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
+    "optimizer": {"type": "AdamW", "params": autos("lr", "betas", "eps", "weight_decay")},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
+        "params": autos("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"),
     },
     "zero_optimization": {
         "stage": 3,
         "overlap_comm": True,
         "contiguous_gradients": True,
         "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
+        **autos("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
         "stage3_max_live_parameters": 1e9,
         "stage3_max_reuse_distance": 1e9,
         "stage3_gather_16bit_weights_on_model_save": True,
     },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
+    **autos("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"),
     "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
     "wall_clock_breakdown": False,
 }
 ANSWERS = {
@@ -114,7 +113,7 @@ def test_a_path_and_a_dict_are_the_same(tmp_path: Path) -> None:
 
 def test_stages() -> None:
     for stage, strategy in enumerate((NO_SHARD, SHARD_OPTIM, SHARD_GRAD_OP, FULL_SHARD)):
-        assert read({"zero_optimization": {"stage": stage}}).sharding.strategy is strategy
+        assert read(zero(stage)).sharding.strategy is strategy
     assert read({}).sharding.strategy is NO_SHARD
 
 
@@ -122,7 +121,7 @@ def test_stages() -> None:
     ("key", "strategy"), [("zero_hpz_partition_size", HYBRID_SHARD_OPTIM), ("mics_shard_size", HYBRID_SHARD)]
 )
 def test_hybrids_and_their_mesh(key: str, strategy: Any) -> None:
-    settings = read({"zero_optimization": {"stage": 3, key: 4}})
+    settings = read(zero(3, **{key: 4}))
     assert settings.sharding.strategy is strategy
     assert settings.replicas(8) == 2
     with fake_world(8, 0):
@@ -132,7 +131,7 @@ def test_hybrids_and_their_mesh(key: str, strategy: Any) -> None:
     with pytest.raises(UsageError, match="but there are 6 ranks"):
         settings.replicas(6)
     with pytest.raises(UsageError, match="needs stage 3"):
-        read({"zero_optimization": {"stage": 2, key: 4}})
+        read(zero(2, **{key: 4}))
 
 
 BATCHES = [  # train, micro, accumulation as given, and what follows on four ranks
@@ -280,9 +279,9 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"gradient_clipping": "much"}, "at least 0"),
     ({"gradient_accumulation_steps": 1.5}, "whole number"),
     ({"train_batch_size": 0}, "at least 1"),
-    ({"zero_optimization": {"stage": 4}}, "valid: 0, 1, 2, 3"),
-    ({"zero_optimization": {"stage": "auto"}}, "does not take 'auto'"),
-    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "mics_shard_size": 2}}, "keep one"),
+    (zero(4), "valid: 0, 1, 2, 3"),
+    (zero("auto"), "does not take 'auto'"),
+    (zero(3, zero_hpz_partition_size=2, mics_shard_size=2), "keep one"),
     ({"communication_data_type": "fp8"}, "valid: fp32, bf16, fp16"),
     ({"gradient_allreduce_op": "max"}, "valid: mean, sum"),
     ({"optimizer": {"type": "AdmW"}}, "did you mean 'Adam"),
@@ -295,27 +294,18 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "whole number of at least 1"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}}, "valid: log, linear"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}, "no optimizer with an lr"),
-]
-NVME = {"device": "nvme", "nvme_path": "/scratch"}
-NOT_OFFLOADED: list[tuple[dict[str, Any], str]] = [  # sections zero_optimization
-    ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, "nvme_path is None; device 'nvme' needs a folder"),
-    (
-        {"stage": 3, "offload_param": {"device": "nvme"}},
-        "offload_param.nvme_path is None; device 'nvme' needs a folder",
-    ),
-    (
-        {"stage": 2, "offload_param": {"device": "nvme", "nvme_path": "/s"}},
-        "parameters to 'nvme' and the optimizer to 'none' in stage 2",
-    ),
-    ({"stage": 3, "offload_param": {"device": "disk"}}, "'disk'; valid: none, cpu, nvme"),
-    ({"stage": 2, "offload_param": {"device": "cpu"}}, "in stage 2"),
-    ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "stage 1 or higher"),
-    ({"stage": 3, "cpu_offload": True}, "it is the older name"),
+    (zero(3, offload_optimizer={"device": "nvme"}), "nvme_path is None; device 'nvme' needs a folder"),
+    (zero(3, offload_param={"device": "nvme"}), "offload_param.nvme_path is None; device 'nvme' needs a folder"),
+    (zero(2, offload_param=NVME), "parameters to 'nvme' and the optimizer to 'none' in stage 2"),
+    (zero(3, offload_param={"device": "disk"}), "'disk'; valid: none, cpu, nvme"),
+    (zero(2, offload_param=CPU), "in stage 2"),
+    (zero(0, offload_optimizer=CPU), "stage 1 or higher"),
+    (zero(3, cpu_offload=True), "it is the older name"),
 ]
 
 
 def test_mistakes_are_named_on_one_line() -> None:
-    for content, expected in [*MISTAKES, *(({"zero_optimization": zero}, words) for zero, words in NOT_OFFLOADED)]:
+    for content, expected in MISTAKES:
         with pytest.raises(UsageError) as error:
             read(content)
         assert expected in str(error.value)
@@ -347,44 +337,33 @@ def test_unneeded_keys_are_accepted_and_listed() -> None:
 
 
 OFFLOADED = [
-    ({"stage": 3}, Offload()),
-    ({"stage": 3, "offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}, Offload()),
-    ({"stage": 1, "offload_optimizer": {"device": "cpu", "pin_memory": True}}, Offload(optimizer="host")),
+    (zero(3), Offload()),
+    (zero(3, offload_param={"device": "none"}, offload_optimizer={"device": "none"}), Offload()),
+    (zero(1, offload_optimizer={**CPU, "pin_memory": True}), Offload(optimizer="host")),
     (
-        {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "buffer_count": 5}},
+        zero(3, offload_optimizer=CPU, offload_param={**CPU, "buffer_count": 5}),
         Offload(params="host", optimizer="host"),
     ),
     (
-        {
-            "stage": 3,
-            "offload_optimizer": {**NVME, "pin_memory": True, "fast_init": False},
-            "offload_param": {"device": "cpu"},
-        },
+        zero(3, offload_optimizer={**NVME, "pin_memory": True, "fast_init": False}, offload_param=CPU),
         Offload(params="host", optimizer="disk:/scratch"),
     ),
     (
-        {
-            "stage": 3,
-            "offload_optimizer": NVME,
-            "offload_param": {"device": "nvme", "nvme_path": "/rows", "buffer_size": 1e8, "max_in_cpu": 1e9},
-        },
+        zero(3, offload_optimizer=NVME, offload_param={**NVME, "nvme_path": "/rows", "max_in_cpu": 1e9}),
         Offload(params="disk:/rows", optimizer="disk:/scratch"),
     ),
-    ({"stage": 3, "offload_param": {"device": "cpu"}}, Offload(params="host")),
+    (zero(3, offload_param=CPU), Offload(params="host")),
 ]
 
 
 def test_offload_devices() -> None:
-    for zero, offload in OFFLOADED:
-        assert read({"zero_optimization": zero}).sharding.offload == offload
-
-
-FILES = [("{", "is not valid JSON"), ("[]", "is not a JSON object")]
+    for content, offload in OFFLOADED:
+        assert read(content).sharding.offload == offload
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    for text, expected in FILES:
-        file = tmp_path / "ds.json"
+    file = tmp_path / "ds.json"
+    for text, expected in (("{", "is not valid JSON"), ("[]", "is not a JSON object")):
         file.write_text(text)
         with pytest.raises(UsageError, match=expected):
             read(file)

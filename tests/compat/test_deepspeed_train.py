@@ -12,18 +12,17 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from accordion import cli
 from accordion.compat import deepspeed
 from accordion.compat.deepspeed import read
 from accordion.config import FULL_SHARD, Offload
 from accordion.errors import UsageError
 from accordion.sharding import precision_named
 from accordion.state import synchronize
-from accordion.train import command, prepare
+from accordion.train import command
 from accordion.train.config import ShardConfig, as_yaml
 from accordion.train.deepspeed import translated
 from accordion.train.rates import share_at
-from tests.compat.test_deepspeed_config import TRAINER
+from tests.compat.test_deepspeed_config import CPU, NVME, TRAINER, zero
 from tests.devices import device
 from tests.support.ranked import on_world
 
@@ -33,7 +32,7 @@ from tests.support.ranked import on_world
 @on_world(4)
 def test_initialize_takes_the_callers_objects(mesh: DeviceMesh) -> None:
     """`initialize` takes the caller's optimizer, scheduler and parameter groups, and refuses unsupported arguments."""
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    config = {"train_micro_batch_size_per_gpu": 2, **zero(3), "bf16": {"enabled": True}}
     deepspeed.init_distributed("gloo")  # there is a process group
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     own = torch.optim.SGD([{"params": net[0].parameters(), "lr": 0.5}, {"params": net[1].parameters()}], 0.1, 0.9)
@@ -67,8 +66,7 @@ def test_initialize_takes_the_callers_objects(mesh: DeviceMesh) -> None:
 
 @on_world(4)
 def test_an_optimizer_made_by_a_function_steps_states_on_disk(mesh: DeviceMesh, tmp_path: Path) -> None:
-    disk = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": disk}
+    config = {"train_micro_batch_size_per_gpu": 2, **zero(3, offload_optimizer={**NVME, "nvme_path": str(tmp_path)})}
     net = torch.nn.Linear(4, 2)
     engine, *_ = deepspeed.initialize(model=net, optimizer=partial(torch.optim.AdamW, lr=0.5), config=config)
     before = net.weight.full_tensor()
@@ -101,7 +99,7 @@ def test_a_run_uses_the_settings_of_the_file(tmp_path: Path) -> None:
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2},
+        **zero(3, zero_hpz_partition_size=2),
         "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "weight_decay": 0.3}},
     }
     config = run_of(tmp_path, content, num_ranks=4)
@@ -110,14 +108,10 @@ def test_a_run_uses_the_settings_of_the_file(tmp_path: Path) -> None:
     assert (config.shard.strategy.name, config.shard.replicas) == ("hybrid_shard_optim", 2)
     assert config.shard.precision == precision_named("bf16")
     assert config.shard.offload == Offload()
-    rests = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/s"}, "offload_param": {"device": "cpu"}}
-    assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload == Offload(params="host", optimizer="disk:/s")
-    rests["offload_param"] = {"device": "nvme", "nvme_path": "/p"}
-    assert run_of(tmp_path, {"zero_optimization": rests}).shard.offload == Offload(
-        params="disk:/p", optimizer="disk:/s"
-    )
-    words = ["--shard.offload", "optimizer=host"]
-    assert run_of(tmp_path, {"zero_optimization": {"stage": 3}}, *words).shard.offload == Offload(optimizer="host")
+    offloaded = Offload(params="host", optimizer="disk:/scratch")
+    assert run_of(tmp_path, zero(3, offload_optimizer=NVME, offload_param=CPU)).shard.offload == offloaded
+    flag = ["--shard.offload", "optimizer=host"]
+    assert run_of(tmp_path, zero(3), *flag).shard.offload == Offload(optimizer="host")
 
 
 def test_missing_keys_have_deepspeeds_default_or_a_flags_value(tmp_path: Path) -> None:
@@ -140,10 +134,10 @@ def test_autos_are_filled_from_the_run(tmp_path: Path) -> None:
 CONFLICTS = [
     ({"train_micro_batch_size_per_gpu": 4}, ["--train.micro_batch", "2"], "train.micro_batch is 2, and"),
     ({"train_micro_batch_size_per_gpu": 4}, ["--train.micro_batch=8"], "train.micro_batch is 8, and"),
-    ({"zero_optimization": {"stage": 2}}, ["--shard.strategy", "full_shard"], "shard_grad_op"),
+    (zero(2), ["--shard.strategy", "full_shard"], "shard_grad_op"),
     ({"bf16": {"enabled": True}}, ["--shard.precision", "fp32"], "mean"),
     (
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+        zero(1, offload_optimizer=CPU),
         ["--shard.offload=optimizer=disk:/s"],
         "shard.offload is optimizer=disk:/s, and zero_optimization.offload_optimizer.device in",
     ),
@@ -171,10 +165,9 @@ def test_a_run_file_conflicts_too_and_its_record_does_not(tmp_path: Path) -> Non
     run.write_text("train: {clip: 1.0}\n")
     with pytest.raises(UsageError, match=r"train.clip is 1.0, and"):
         run_of(tmp_path, {"gradient_clipping": 0.5}, "--config", str(run))
-    recorded = run_of(tmp_path, {"gradient_clipping": 0.5, "zero_optimization": {"stage": 1}})
+    recorded = run_of(tmp_path, {"gradient_clipping": 0.5, **zero(1)})
     run.write_text(as_yaml(recorded))
-    words = ["--config", str(run)]
-    assert translated(*command.read(words), 2) == recorded
+    assert translated(*command.read(["--config", str(run)]), 2) == recorded
 
 
 def test_the_rates_of_a_run_are_those_of_the_file(tmp_path: Path) -> None:
@@ -188,28 +181,3 @@ def test_the_rates_of_a_run_are_those_of_the_file(tmp_path: Path) -> None:
 def test_deepspeed_is_short_for_its_key(tmp_path: Path) -> None:
     assert command.read(["--deepspeed", "a.json"])[0] == command.read(["--train.deepspeed=a.json"])[0]
     assert command.read(["--deepspeed=a.json"])[0].train.deepspeed == "a.json"
-
-
-def test_the_command_starts_ranks_with_the_settings_of_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(
-        prepare,
-        "_of_language",
-        lambda config, *_: prepare.Prepared(config=config, work=None, folders={}, resume=None),  # type: ignore[arg-type]
-    )
-    monkeypatch.setattr(
-        command.launch, "start", lambda entry, args, world, signals: started.append((args[0], world)) or 0
-    )
-    file = tmp_path / "ds.json"
-    file.write_text('{"zero_optimization": {"stage": 3}, "train_batch_size": 24}')
-    words = ["train", "--launch.device", "cpu", "--launch.nproc", "3", "--deepspeed", str(file)]
-    assert cli.main(words) == 0
-    prepared, world = started[0]
-    config = prepared.config
-    assert (world, config.shard.strategy, config.train.micro_batch) == (3, FULL_SHARD, 8)
-    assert cli.main([*words, "--train.micro_batch", "4"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("accordion: train.micro_batch is 4, and train_batch_size in")
-    assert told.count("\n") == 1

@@ -34,30 +34,21 @@ from accordion.errors import UsageError
 from tests.devices import device, here
 from tests.inside import units_of
 from tests.support.checks import FLAT, HYBRID, assert_at_rest
+from tests.support.models import Block
 from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.down(self.up(x).relu()))
-
-
 class Net(nn.Module):
     """Blocks between two layers, and a buffer that training changes."""
 
-    def __init__(self, width: int = 8, blocks: int = 2) -> None:
+    def __init__(self, num_blocks: int = 2) -> None:
         super().__init__()
-        self.first = nn.Linear(4, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.last = nn.Linear(width, 3)
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(Block(8, 16) for _ in range(num_blocks))
+        self.last = nn.Linear(8, 3)
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,15 +189,11 @@ def test_batch_norms_stay_in_float32(mesh: DeviceMesh) -> None:
 # -- wrapping by hand, and what the constructor takes
 
 
-class Annotated(nn.Module):
+class Annotated(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.first = wrapping.wrap(nn.Linear(4, 8))
-        self.blocks = nn.ModuleList(wrapping.wrap(Block()) for _ in range(2))
-        self.last = nn.Linear(8, 3)
-        self.register_buffer("seen", torch.zeros(()))
-
-    forward = Net.forward
+        self.first = wrapping.wrap(self.first)
+        self.blocks = nn.ModuleList(wrapping.wrap(block) for block in self.blocks)
 
 
 @on_world(2)
@@ -268,7 +255,7 @@ def test_constructor_arguments(mesh: DeviceMesh) -> None:
     unlike = FSDP(seeded(seed=rank), auto_wrap_policy=SIZE, device_mesh=mesh)
     assert_same_state(unlike.state_dict(), first.state_dict(), 0.0)
     with pytest.raises(acc.DivergenceError, match="different models"):
-        FSDP(Net(blocks=2 + rank), auto_wrap_policy=SIZE, device_mesh=mesh)
+        FSDP(Net(2 + rank), auto_wrap_policy=SIZE, device_mesh=mesh)
     with torch.device("meta"):
         empty = Net()
     calls = []
@@ -375,7 +362,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @on_world(2)
 def test_bad_input_is_named_on_every_rank(mesh: DeviceMesh) -> None:
     net, kinds = seeded(), ShardingStrategy
-    whole, by_hand = {"device_mesh": mesh, "auto_wrap_policy": SIZE}, {"device_mesh": mesh}
+    by_hand = {"device_mesh": mesh}
+
+    def wrapped(**arguments: Any) -> Any:
+        return FSDP(seeded(), **{**by_hand, **arguments})
+
+    cuda = DeviceMesh("cuda", [0, 1], _init_backend=False)
     cases: dict[str, Callable[[], Any]] = {
         "not str": lambda: FSDP("net"),  # type: ignore[arg-type]
         "has no forward": lambda: FSDP(net.blocks),
@@ -387,9 +379,7 @@ def test_bad_input_is_named_on_every_rank(mesh: DeviceMesh) -> None:
         "pass everything in ignored_states": lambda: FSDP(net, ignored_states=[net.first], ignored_modules=[net.first]),
         "auto_wrap_policy is 3": lambda: FSDP(net, auto_wrap_policy=3),
         "has no parameters": lambda: FSDP(nn.ReLU(), **by_hand).state_dict(),
-        "one of 'cuda' devices": lambda: FSDP(
-            seeded(), **{**whole, "device_mesh": DeviceMesh("cuda", [0, 1], _init_backend=False)}
-        ),
+        "one of 'cuda' devices": lambda: wrapped(auto_wrap_policy=SIZE, device_mesh=cuda),
         "and this has 1, named": lambda: FSDP(net, sharding_strategy=kinds.HYBRID_SHARD, **by_hand).state_dict(),
         "takes two": lambda: FSDP(
             net, sharding_strategy=kinds.HYBRID_SHARD, process_group=mesh.get_group()
@@ -397,22 +387,22 @@ def test_bad_input_is_named_on_every_rank(mesh: DeviceMesh) -> None:
         "pass a policy, or wrap by hand": lambda: FSDP(
             nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2)), auto_wrap_policy=SIZE
         ),
-        "has an engine already": lambda: FSDP(nn.Sequential(FSDP(seeded(), **whole))),
+        "has an engine already": lambda: FSDP(nn.Sequential(wrapped(auto_wrap_policy=SIZE))),
         "pass the same to all": lambda: FSDP(
             nn.Sequential(FSDP(nn.Linear(2, 2), sharding_strategy=kinds.NO_SHARD)), **by_hand
         ).state_dict(),
         "LOCAL_STATE_DICT is not supported": lambda: FSDP.set_state_dict_type(
-            FSDP(seeded(), **by_hand), StateDictType.LOCAL_STATE_DICT
+            wrapped(), StateDictType.LOCAL_STATE_DICT
         ),
         "takes a FullStateDictConfig": lambda: FSDP.set_state_dict_type(
-            FSDP(seeded(), **by_hand), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()
+            wrapped(), StateDictType.FULL_STATE_DICT, ShardedStateDictConfig()
         ),
         "contains none": lambda: FSDP.get_state_dict_type(net),
-        "writeback=False": lambda: FSDP.summon_full_params(FSDP(seeded(), **by_hand), rank0_only=True).__enter__(),
-        "no flat gradient": lambda: FSDP(seeded(), **by_hand).register_comm_hook(None, None),
+        "writeback=False": lambda: FSDP.summon_full_params(wrapped(), rank0_only=True).__enter__(),
+        "no flat gradient": lambda: wrapped().register_comm_hook(None, None),
         "qualified names": lambda: FSDP.rekey_optim_state_dict({}, None, None),
-        "empty on this rank": lambda: FSDP.optim_state_dict_to_load(plain := FSDP(seeded(), **by_hand), sgd(plain), {}),
-        "that is not in the model": lambda: FSDP.optim_state_dict(FSDP(seeded(), **by_hand), sgd(net)),
+        "empty on this rank": lambda: FSDP.optim_state_dict_to_load(plain := wrapped(), sgd(plain), {}),
+        "that is not in the model": lambda: FSDP.optim_state_dict(wrapped(), sgd(net)),
     }
     for words, case in cases.items():
         with pytest.raises(UsageError, match=words) as error:

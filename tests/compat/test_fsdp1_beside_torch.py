@@ -29,8 +29,7 @@ from tests.support.ranked import on_world
 
 def torchs(mesh: DeviceMesh, policy: Any = None, make: Any = Net, **arguments: Any) -> nn.Module:
     """Options for torch's class. On CPU it gathers full state dicts of optimizers, but crashes for models (2.13.0)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return torch_fsdp.FullyShardedDataParallel(
             seeded(make), auto_wrap_policy=policy, device_mesh=mesh, device_id=device(), use_orig_params=True,
             **arguments,
@@ -38,16 +37,14 @@ def torchs(mesh: DeviceMesh, policy: Any = None, make: Any = Net, **arguments: A
 
 
 def states_of(cls: Any, model: nn.Module, optimizer: Any, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with cls.state_dict_type(model, StateDictType[kind]):
-            weights = model.state_dict() if kind == "SHARDED_STATE_DICT" else {}
-            return weights, cls.optim_state_dict(model, optimizer)
+    with warnings.catch_warnings(action="ignore"), cls.state_dict_type(model, StateDictType[kind]):
+        weights = model.state_dict() if kind == "SHARDED_STATE_DICT" else {}
+        return weights, cls.optim_state_dict(model, optimizer)
 
 
 def assert_same_tensors(found: Any, expected: Any, name: str = "") -> None:
     if isinstance(expected, dict):
-        assert sorted(found) == sorted(expected), name
+        assert found.keys() == expected.keys(), name
         for key, value in expected.items():
             assert_same_tensors(found[key], value, f"{name}.{key}")
     elif isinstance(expected, Tensor):
@@ -65,8 +62,7 @@ def assert_same_tensors(found: Any, expected: Any, name: str = "") -> None:
 def reads(folder: str, model: Any, optimizer: Any, again: Any) -> None:
     """Training resumes from a checkpoint of the other class with equal losses."""
     rank, (cls, its_cls) = dist.get_rank(), (type(model), type(again))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         weights, state = states_of(cls, model, optimizer, "SHARDED_STATE_DICT")
         dcp.save({"model": weights, "optim": state}, checkpoint_id=folder)
         its_optimizer = torch.optim.AdamW(again.parameters(), lr=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,31 @@ def test_full_state_dicts_that_differ_are_refused_on_every_rank(world):
 
 
 @on_world(2)
+def test_optimizer_states_with_foreign_and_missing_keys(mesh: DeviceMesh) -> None:
+    """As with torch's class, entries of no parameter are copied, parameters may lack entries, and dicts may lack groups."""
+    model = FSDP(seeded(), auto_wrap_policy=SIZE, device_mesh=mesh)
+    rank, optimizer = dist.get_rank(), torch.optim.AdamW(model.parameters(), lr=0.05)
+    assert FSDP.optim_state_dict(model, optimizer)["state"] == {}
+    train(model, rank, optimizer=optimizer)
+    optimizer.state.update(count=7, own={"mean": torch.ones(3)})
+    numbered = optimizer.state_dict()
+    first_rank = FullOptimStateDictConfig(rank0_only=True)
+    for kind, config in (("FULL_STATE_DICT", None), ("FULL_STATE_DICT", first_rank), ("SHARDED_STATE_DICT", None)):
+        with FSDP.state_dict_type(model, StateDictType[kind], None, config):
+            state = FSDP.optim_state_dict(model, optimizer)
+            partial = FSDP.optim_state_dict(model, optimizer, {"state": numbered["state"]})
+            assert (state, partial) == ({}, {}) if rank and config else partial.keys() == {"state"}
+            moved = {name.replace("last.bias", "old"): entry for name, entry in partial.get("state", {}).items()}
+            load = functools.partial(FSDP.optim_state_dict_to_load, model, optimizer)
+            assert_same_tensors(load(state), numbered)
+            assert_same_tensors(load(partial), {"state": numbered["state"]})
+            assert load({"state": moved})["state"].keys() == {*range(15), "count", "own", "old"}
+            for lacking in ({}, {"param_groups": state.get("param_groups")}):
+                with pytest.raises(acc.UsageError, match="lacks 'state'"):
+                    load(lacking)
+
+
+@on_world(2)
 def test_sharded_state_dicts_and_checkpoints_of_this_package(mesh: DeviceMesh, tmp_path: Path) -> None:
     rank = dist.get_rank()
     model = FSDP(seeded(), auto_wrap_policy=SIZE, device_mesh=mesh)
@@ -178,7 +204,8 @@ def test_wrapped_modules_in_a_plain_one(mesh: DeviceMesh) -> None:
     assert [w.check_is_root() for w in FSDP.fsdp_modules(model, root_only=True)] == [True, True]
     plain = here(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
     full = model.state_dict(prefix="net.")
-    assert list(full) == ["net.first.weight", "net.first.bias", "net.second.weight", "net.second.bias"]
+    plain_names = ["first.weight", "first.bias", "second.weight", "second.bias"]
+    assert list(full) == [f"net.{name}" for name in plain_names]
     plain.load_state_dict(dict(zip(plain.state_dict(), full.values(), strict=True)))
     its = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(2):
@@ -188,6 +215,7 @@ def test_wrapped_modules_in_a_plain_one(mesh: DeviceMesh) -> None:
         sum(plain(batch(step, r)).pow(2).mean() / 2 for r in range(2)).backward()
         optimizer.step()
         its.step()
+    assert FSDP.optim_state_dict(model, optimizer)["param_groups"][0]["params"] == plain_names
     with FSDP.summon_full_params(model):
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(ours.data, theirs.data, rtol=1e-5, atol=1e-6)

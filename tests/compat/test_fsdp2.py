@@ -18,9 +18,10 @@ from accordion.engine.order import Phase
 from tests.devices import device
 from tests.inside import units_of
 from tests.support import models
-from tests.support.checks import assert_close, batch, one_loss, step_all
+from tests.support.checks import assert_close, batch, mean_grads, one_loss, step_all
 from tests.support.meters import Wire
 from tests.support.ranked import on_mesh, on_world
+from tests.support.reference import grads_of, params_of, whole
 from tests.support.sample import sampled
 
 SIDES = (theirs, ours)
@@ -38,16 +39,26 @@ def both(mesh: Any, build: Any = models.plain, **options: Any) -> list[models.Ti
     return [sharded(api, mesh, build, **options) for api in SIDES]
 
 
-def full(tensors: Any) -> dict[str, Tensor | None]:
-    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors}
+def assert_gradients_are_means(
+    mesh: Any, plain: nn.Module, model: nn.Module, step: int = 0, tolerance: float = 1e-6
+) -> Any:
+    """Run a backward of both models on this rank's batch, and compare gradients of the sharded `model` with the means over ranks
+    of those of the unsharded `plain`. Return the means. Collective."""
+    for m in (plain, model):
+        one_loss(m, step).backward()
+    means = mean_grads(mesh, plain)
+    assert_close(grads_of(model), means, tolerance)
+    return means
 
 
-def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
-    return full((n, p.grad) for n, p in model.named_parameters())
-
-
-def params_of(model: nn.Module) -> dict[str, Tensor | None]:
-    return full((n, p.detach()) for n, p in model.named_parameters())
+def assert_trains_as_plain(mesh: Any, plain: nn.Module, model: nn.Module) -> None:
+    """Train both models; gradients of the sharded `model` are the means over ranks of those of the unsharded `plain`."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for step in range(2):
+        means = assert_gradients_are_means(mesh, plain, model, step, 1e-5)
+        for name, p in plain.named_parameters():
+            p.grad = means[name]
+        step_all(optimizers)
 
 
 def assert_same_gradients(reference: nn.Module, model: nn.Module, tolerance: float = 1e-6) -> None:
@@ -154,7 +165,7 @@ def test_cpu_offload(mesh) -> None:
             one_loss(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        results.append(full(model.state_dict().items()))
+        results.append(whole(model.state_dict()))
     assert_close(results[1], results[0], 0.0)
     shard_buffers = [type(g.shard_buffer).__name__ for unit in units_of(model) for g in unit.groups]
     assert set(shard_buffers) == {"HostShards"}

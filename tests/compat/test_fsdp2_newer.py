@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleI
 
 import accordion.compat.fsdp2 as ours
 from accordion import _torch
-from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, both, grads_of, sharded
+from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, both, sharded
 from tests.compat.test_fsdp2_parallel import layers
 from tests.devices import device, here
 from tests.inside import unit_in, units_of
@@ -21,6 +21,7 @@ from tests.support import models
 from tests.support.checks import FLAT, HYBRID, assert_close, mean_grads, one_loss
 from tests.support.meters import Wire
 from tests.support.ranked import Mesh, on_mesh, on_world
+from tests.support.reference import grads_of
 from tests.support.sample import sampled
 
 NEW = hasattr(theirs.FSDPModule, "finalize_backward")

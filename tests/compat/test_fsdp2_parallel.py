@@ -17,13 +17,26 @@ from torch.utils._pytree import tree_map
 
 import accordion as acc
 import accordion.compat.fsdp2 as ours
-from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, assert_same_parameters, grads_of
+from tests.compat.test_fsdp2 import SIDES, assert_same_gradients, assert_same_parameters, assert_trains_as_plain
 from tests.devices import device, here
 from tests.inside import unit_in
 from tests.pool import Pool
 from tests.support import models
-from tests.support.checks import assert_close, mean_grads, one_loss, step_all
+from tests.support.checks import assert_close, step_all
 from tests.support.ranked import on_mesh, on_world
+
+
+def assert_steps_alike(pair: Any, loss_of: Callable[[nn.Module, int], Tensor], tolerance: float = 1e-6) -> None:
+    """Compare parameters, and losses `loss_of(model, step)` and gradients of two steps, of both sides. Collective."""
+    assert_same_parameters(*pair)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
+    for step in range(2):
+        losses = [loss_of(m, step) for m in pair]
+        for loss in losses:
+            loss.backward()
+        assert torch.allclose(*losses, rtol=tolerance)
+        assert_same_gradients(*pair, tolerance=tolerance)
+        step_all(optimizers)
 
 
 def parallel(mesh) -> None:
@@ -37,18 +50,13 @@ def parallel(mesh) -> None:
             parallelize_module(block, mesh["tp"], plan)
             api.fully_shard(block, mesh=mesh[dp])
         pair.append(api.fully_shard(model, mesh=mesh[dp]))
-    assert_same_parameters(*pair)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
     row = dist.get_rank() // mesh["tp"].size()  # ranks of one tensor-parallel group train on one batch
-    for step in range(2):
-        losses = []
-        for m in pair:
-            tokens, targets = models.batch(step, 0, row, vocab=48)
-            losses.append(models.loss_of(m(tokens), targets))
-            losses[-1].backward()
-        assert torch.allclose(*losses, rtol=1e-5)
-        assert_same_gradients(*pair, tolerance=1e-5)
-        step_all(optimizers)
+
+    def loss_of(m: nn.Module, step: int) -> Tensor:
+        tokens, targets = models.batch(step, 0, row, vocab=48)
+        return models.loss_of(m(tokens), targets)
+
+    assert_steps_alike(pair, loss_of, 1e-5)
     model = pair[1]
     assert list(model.state_dict()) == list(pair[0].state_dict())
     model.blocks[0].unshard()
@@ -116,24 +124,6 @@ def spread(mesh, placements: dict[str, list[Any]]) -> nn.Module:
     return distribute_module(model, mesh, place)
 
 
-def stepped_alike(pair, given: Any) -> None:
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in pair]
-    assert_same_parameters(*pair)
-    for step in range(2):
-        losses = []
-        for m in pair:
-            losses.append(m(given(step)).square().mean())
-            losses[-1].backward()
-        found, wanted = [loss.full_tensor() for loss in losses]
-        assert torch.allclose(found, wanted, rtol=1e-6)
-        assert_same_gradients(*pair)
-        step_all(optimizers)
-    norm = torch.nn.utils.clip_grad_norm_(pair[0].parameters(), 1e9)
-    assert torch.allclose(
-        acc.clip_grad_norm_(pair[1], 1e9), norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    )
-
-
 @pytest.mark.slow  # of three axes, DTensor looks for a sharding of each operator for seconds
 @on_mesh((1, 2, 2), ("dp", "ep", "tp"))
 def test_several_axes_inside(mesh) -> None:
@@ -145,8 +135,12 @@ def test_several_axes_inside(mesh) -> None:
         for layer in (model[0], model[2]):
             api.fully_shard(layer, mesh=mesh["dp"])
         pair.append(api.fully_shard(model, mesh=mesh["dp"]))
-    x = torch.randn(3, 4, 8, device=device())
-    stepped_alike(pair, lambda step: distribute_tensor(x[step], inner, [Replicate(), Replicate()]))
+    x = distribute_tensor(torch.randn(2, 4, 8, device=device()), inner, [Replicate(), Replicate()])
+    assert_steps_alike(pair, lambda m, step: m(x[step]).square().mean().full_tensor())
+    for m in pair:
+        m(x[0]).square().mean().backward()
+    norm: Any = torch.nn.utils.clip_grad_norm_(pair[0].parameters(), 1e9)
+    assert torch.allclose(acc.clip_grad_norm_(pair[1], 1e9), norm.full_tensor())
 
 
 # -- tensor subclasses
@@ -293,8 +287,4 @@ def test_replicas_inside_and_around(mesh, around: bool) -> None:
         replicate(model.embed)
         ours.fully_shard(model, mesh=mesh)
     assert type(model.embed.weight) is nn.Parameter
-    for step in range(2):
-        for m in (plain, model):
-            m.zero_grad()
-            one_loss(m, step).backward()
-        assert_close(grads_of(model), mean_grads(mesh, plain), 1e-5)
+    assert_trains_as_plain(mesh, plain, model)

@@ -24,18 +24,17 @@ import accordion.compat.fsdp2 as ours
 from tests.compat.test_fsdp2 import (
     SIDES,
     assert_backwards_agree,
+    assert_gradients_are_means,
     assert_same_gradients,
     both,
-    full,
-    grads_of,
     leases,
-    params_of,
     sharded,
 )
 from tests.devices import device
 from tests.support import models
 from tests.support.checks import PlantedError, assert_close, assert_equal, batch, mean_grads, one_loss, step_all
 from tests.support.ranked import on_world
+from tests.support.reference import grads_of, params_of, whole
 from tests.support.sample import sampled
 
 # -- full parameters on demand
@@ -149,15 +148,12 @@ def test_setters(mesh) -> None:
     for block in model.blocks:
         block.set_reduce_scatter_divide_factor(2.0)
         block.set_all_reduce_hook(lambda grad: None)
-    one_loss(model).backward()
-    plain = models.plain()
-    one_loss(plain).backward()
-    assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
+    assert_gradients_are_means(mesh, models.plain(), model)
 
 
 @on_world(2)
 def test_state_of_a_failed_iteration_is_dropped(mesh) -> None:
-    plain, model = models.plain(), sharded(ours, mesh)
+    model = sharded(ours, mesh)
 
     def fail(*_: Any) -> None:
         raise PlantedError
@@ -172,9 +168,7 @@ def test_state_of_a_failed_iteration_is_dropped(mesh) -> None:
         model.blocks[0].reset_iter_state()
     model.reset_iter_state()
     model.set_requires_gradient_sync(True)
-    for m in (plain, model):
-        one_loss(m, 3).backward()
-    assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
+    assert_gradients_are_means(mesh, models.plain(), model, 3)
 
 
 # -- state dicts and conversions
@@ -199,14 +193,14 @@ def test_state_dicts_of_every_kind(mesh, full_tensors: bool, on_cpu: bool) -> No
     wanted, found = [get_model_state_dict(m, options=how) for m in pair]
     assert list(wanted) == list(found)
     assert [type(t) for t in wanted.values()] == [type(t) for t in found.values()]
-    assert_close(full(found.items()), full(wanted.items()), 1e-5)
+    assert_close(whole(found), whole(wanted), 1e-5)
     wanted, found = [get_optimizer_state_dict(m, o, options=how) for m, o in zip(pair, optimizers, strict=True)]
     assert wanted.keys() == found.keys()
     assert wanted.get("state", {}).keys() == found.get("state", {}).keys()
     for name, kept in wanted.get("state", {}).items():
         mine = found["state"][name]
         assert [type(t) for t in kept.values()] == [type(t) for t in mine.values()]
-        assert_close(full(mine.items()), full(kept.items()), 1e-4)
+        assert_close(whole(mine), whole(kept), 1e-4)
     target = sharded(ours, mesh)
     target.load_state_dict(
         {n: distribute_tensor(p * 2, mesh, [Shard(0)]) for n, p in models.plain().state_dict().items()}
@@ -232,10 +226,8 @@ def test_models_on_the_meta_device(mesh) -> None:
     state = {n: distribute_tensor(p, mesh, [Shard(0)]) for n, p in models.plain().state_dict().items()}
     model.load_state_dict(state, assign=True)
     assert_equal(params_of(model), dict(models.plain().named_parameters()))
-    one_loss(model).backward()
     plain = models.plain()
-    one_loss(plain).backward()
-    assert_close(grads_of(model), mean_grads(mesh, plain), 1e-6)
+    assert_gradients_are_means(mesh, plain, model)
     model.load_state_dict({n: p * 2 for n, p in model.state_dict().items()}, assign=True)
     one_loss(model).backward()
     assert_equal(params_of(model), {n: p * 2 for n, p in plain.named_parameters()})
@@ -281,11 +273,11 @@ def written_and_read(mesh, folder: str, writer: int, of_ranks: int) -> dict[str,
         assert not unlike.unexpected_keys
     else:
         dcp.save(state, checkpoint_id=folder, process_group=group)
-    found = full(model.named_parameters())
+    found = params_of(model)
     names = {id(p): n for n, p in model.named_parameters()}
     for p, kept in optimizer.state.items():
-        found |= full((f"{names[id(p)]} {key}", t) for key, t in kept.items() if t.dim())
-    return {name: t.detach().cpu() for name, t in found.items()}
+        found |= whole({f"{names[id(p)]} {key}": t for key, t in kept.items() if t.dim()})
+    return {name: t.cpu() for name, t in found.items()}
 
 
 @pytest.mark.parametrize("writer", [0, pytest.param(1, marks=pytest.mark.slow)])

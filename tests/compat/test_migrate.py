@@ -67,24 +67,18 @@ def test_the_programs_differ_in_their_imports_alone(name):
         assert new == old.replace(*MODULES[name])
 
 
-def where() -> str:
-    """Return the device of this rank for the programs."""
-    return str(device())
-
-
 @pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])
 @on_world(4)
 def test_each_program_learns_the_same(mesh: DeviceMesh, name: str) -> None:
     """An unedited program for FSDP2 learns the same under `install` too."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = program(f"{name}_before").train(4, device=where())
-    found = [program(f"{name}_after").train(4, device=where())]
+    with warnings.catch_warnings(action="ignore"):
+        theirs = program(f"{name}_before").train(4, device=str(device()))
+    found = [program(f"{name}_after").train(4, device=str(device()))]
     if name == "fsdp2":
         with fsdp2.install():
-            found.append(program("fsdp2_before").train(4, device=where()))
+            found.append(program("fsdp2_before").train(4, device=str(device())))
     for ours in found:
-        assert ours == pytest.approx(theirs, rel=1e-5 if where() == "cpu" else 1e-2)  # else in bfloat16
+        assert ours == pytest.approx(theirs, rel=1e-5 if str(device()) == "cpu" else 1e-2)  # else in bfloat16
         assert ours[-1] < ours[0]
 
 
@@ -97,7 +91,7 @@ def test_each_stage_of_deepspeed_learns_the_same(mesh: DeviceMesh, tmp_path: Pat
     for section, place in offloads.items():
         offloads[section] = {**place, "nvme_path": str(tmp_path)} if place is NVME else place
     stages = [{"stage": 3}, ZERO[name] | offloads]
-    whole, losses = (module.train(2, where(), config={**content, "zero_optimization": zero}) for zero in stages)
+    whole, losses = (module.train(2, str(device()), config={**content, "zero_optimization": zero}) for zero in stages)
     assert losses == pytest.approx(whole, rel=1e-5)
     if offloads and ZERO[name]["stage"] == 3:
         assert losses == whole, "offload changes no bit"
@@ -117,7 +111,7 @@ def test_an_engine_goes_on_from_its_checkpoint(mesh: DeviceMesh, tmp_path: Path)
     def steps(model: Any, count: int) -> list[float]:
         texts, losses = module.torch.Generator().manual_seed(dist.get_rank()), []
         for _ in range(2 * count):
-            losses.append(model.backward(module.loss_of(model, texts, where())).item())
+            losses.append(model.backward(module.loss_of(model, texts, str(device()))).item())
             model.step()
         return losses
 
@@ -144,8 +138,7 @@ def over(mesh: DeviceMesh, name: str) -> Any:
 @pytest.mark.slow
 @on_world(4)
 def test_the_digits_program_learns_the_same(mesh: DeviceMesh) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         theirs = over(mesh, "fsdp1_digits_before").train()
         ours = over(mesh, "fsdp1_digits_after").train()
     assert ours[0] == pytest.approx(theirs[0], abs=1e-4)
@@ -158,8 +151,7 @@ def test_the_digits_program_learns_the_same(mesh: DeviceMesh) -> None:
 @pytest.mark.slow
 @on_world(4)
 def test_the_transformer_program_learns_the_same_and_goes_on(mesh: DeviceMesh, tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         theirs, before = program("fsdp1_transformer_before"), program("fsdp1_transformer_before").build()
         expected = theirs.train(*before, 10)
     ours = program("fsdp1_transformer_after")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import accordion as acc
+from accordion.engine.hooks import engine_of
+from tests.support.ranked import on_job
+from tests.support.reference import local_of
 
 VOCABULARY, LENGTH, WIDTH = 64, 12, 16
 TRAINING: dict[str, Any] = {  # arguments of Trainers
@@ -35,6 +40,20 @@ def needs(*libraries: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
+def on_first_rank(act: Callable[..., Any], *args: Any) -> None:
+    """Call `act(*args)` on the first rank of the job, and wait for it on all others."""
+    if dist.get_rank() == 0:
+        act(*args)
+    dist.barrier()
+
+
+def mean(values: list[float]) -> list[float]:
+    """Return the means over the ranks of the job."""
+    sums = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(sums)
+    return (sums / dist.get_world_size()).tolist()
+
+
 @contextmanager
 def torchrun_job(nodes: int = 1) -> Iterator[None]:
     """Context manager: this rank looks like one that torchrun started, on `nodes` nodes with equally many ranks."""
@@ -43,8 +62,7 @@ def torchrun_job(nodes: int = 1) -> Iterator[None]:
     variables = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size // nodes}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}  # the group is there already
     variables |= {"GROUP_RANK": node, "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": 1}
-    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the libraries' own
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(action="ignore"):  # the libraries' own
         for key, value in variables.items():
             patched.setenv(key, str(value))
         yield
@@ -63,6 +81,11 @@ def library_job() -> Iterator[None]:
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+def on_library_job(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator: each rank of a job of exactly `num_ranks` ranks calls the program in a `library_job`."""
+    return lambda program: on_job(num_ranks)(library_job()(program))
 
 
 @contextmanager
@@ -115,9 +138,6 @@ def sentences(count: int = 64, seed: int = 1) -> list[dict[str, Tensor]]:
 
 def full(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of all full tensors, on every rank."""
-    import accordion as acc
-    from accordion.engine.hooks import engine_of
-
     if engine_of(model) is not None:
         return acc.full_state_dict(model, rank0_only=False)
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -125,10 +145,7 @@ def full(model: nn.Module) -> dict[str, Tensor]:
 
 def held(tensors: Iterable[Tensor]) -> int:
     """Return the number of elements on this rank in floating-point tensors, without an optimizer's step counts."""
-    from torch.distributed.tensor import DTensor
-
-    locals = (t.to_local() if isinstance(t, DTensor) else t for t in tensors)
-    return sum(t.numel() for t in locals if t.is_floating_point() and t.dim() > 0)
+    return sum(t.numel() for t in map(local_of, tensors) if t.is_floating_point() and t.dim() > 0)
 
 
 @contextmanager
@@ -157,7 +174,7 @@ def sizes_of_steps() -> Iterator[dict[str, int]]:
 def assert_held_once(ours: dict[str, int], theirs: dict[str, int]) -> None:
     """Check that all ranks together have what one DDP rank has, and this one about half of it; a collective of two ranks."""
     together = torch.tensor([ours[key] for key in theirs])
-    torch.distributed.all_reduce(together)
+    dist.all_reduce(together)
     assert together.tolist() == list(theirs.values()), "all ranks together hold each element once"
     assert {"parameters", "gradients", "states"} == set(theirs)
     for key, whole in theirs.items():
@@ -166,6 +183,4 @@ def assert_held_once(ours: dict[str, int], theirs: dict[str, int]) -> None:
 
 def bytes_held(model: nn.Module) -> int:
     """Return the bytes of this rank's parameters."""
-    from torch.distributed.tensor import DTensor
-
-    return sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+    return sum(local_of(p).nbytes for p in model.parameters())

@@ -19,6 +19,7 @@ from tests.integrations.jobs import (
     full,
     library_job,
     needs,
+    on_library_job,
     sizes_of_steps,
 )
 from tests.support.ranked import on_job
@@ -190,8 +191,13 @@ class Counter:
             mine.copy_(given)
 
 
-def prepared(**changes: Any) -> Any:
-    one = accelerator(True, gradient_accumulation_steps=1, step_scheduler_with_optimizer=False, **changes)
+def prepared(folder: Path) -> Any:
+    """Return an Accelerator that names its checkpoints in `folder`, what it prepared, and a registered `Counter`."""
+    from accelerate.utils import ProjectConfiguration
+
+    named = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
+    changes = {"step_scheduler_with_optimizer": False, "project_config": named}
+    one = accelerator(True, gradient_accumulation_steps=1, **changes)
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
@@ -216,11 +222,8 @@ def step(one: Any, model: Any, optimizer: Any, schedule: Any, seed: int) -> floa
 
 def saves(mesh: Any, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses of six steps after the last save, and the weights then."""
-    from accelerate.utils import ProjectConfiguration
-
     with library_job():
-        named = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
-        one, *parts, counter = prepared(project_config=named)
+        one, *parts, counter = prepared(folder)
         for seed in range(6):
             step(one, *parts, seed)
             counter.value = seed + 1
@@ -236,7 +239,7 @@ def loads(mesh: Any, folder: Path, losses: list[float], expected: dict[str, torc
     from safetensors.torch import load_file
 
     with library_job():
-        one, *parts, counter = prepared()
+        one, *parts, counter = prepared(folder)
         model, optimizer, _ = parts
         counter.follow(model)
         one.load_state(str(folder / "checkpoints" / "checkpoint_1"))
@@ -250,11 +253,8 @@ def loads(mesh: Any, folder: Path, losses: list[float], expected: dict[str, torc
 
 
 def torn(mesh: Any, folder: Path) -> None:
-    from accelerate.utils import ProjectConfiguration
-
     with library_job():
-        named = ProjectConfiguration(project_dir=str(folder), automatic_checkpoint_naming=True)
-        one, *_, counter = prepared(project_config=named)
+        one, *_, counter = prepared(folder)
         newest = folder / "checkpoints" / "checkpoint_1"
         if mesh.get_local_rank() == 0:
             (newest / "sharded_0" / "manifest.json").unlink()
@@ -276,45 +276,44 @@ def test_a_state_resumes_on_another_number_of_ranks(ranks, tmp_path, count):
     ranks(2).run(2, torn, tmp_path)
 
 
-@on_job(2)
+@on_library_job(2)
 def test_hooks_of_a_state_get_the_models_and_take_over_their_weights(mesh: Any, tmp_path: Path) -> None:
     """Hooks save and load the first of two models themselves, like those of diffusers' programs."""
-    with library_job():
-        one = accelerator(True)
-        models = [blocks(), blocks(seed=1)]
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
-        models[0], models[1], optimizers[0], optimizers[1] = one.prepare(*models, *optimizers)
-        shown = []
+    one = accelerator(True)
+    models = [blocks(), blocks(seed=1)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    models[0], models[1], optimizers[0], optimizers[1] = one.prepare(*models, *optimizers)
+    shown = []
 
-        def save_first(models: list[Any], weights: list[Any], folder: str) -> None:
-            shown.append((len(models), len(weights)))
-            state = one.get_state_dict(models[0])
-            if one.is_main_process:
-                torch.save({name: tensor + 1 for name, tensor in state.items()}, Path(folder, "own.pt"))
-                weights.pop(0)
+    def save_first(models: list[Any], weights: list[Any], folder: str) -> None:
+        shown.append((len(models), len(weights)))
+        state = one.get_state_dict(models[0])
+        if one.is_main_process:
+            torch.save({name: tensor + 1 for name, tensor in state.items()}, Path(folder, "own.pt"))
+            weights.pop(0)
 
-        def load_first(models: list[Any], folder: str) -> None:
-            shown.append((len(models), 0))
-            models.pop(0).load_state_dict(torch.load(Path(folder, "own.pt")))
+    def load_first(models: list[Any], folder: str) -> None:
+        shown.append((len(models), 0))
+        models.pop(0).load_state_dict(torch.load(Path(folder, "own.pt")))
 
-        one.register_save_state_pre_hook(save_first)
-        one.register_load_state_pre_hook(load_first)
+    one.register_save_state_pre_hook(save_first)
+    one.register_load_state_pre_hook(load_first)
 
-        def train() -> None:
-            for model, optimizer in zip(models, optimizers, strict=True):
-                one.backward(model(torch.ones(2, WIDTH)).pow(2).mean())
-                optimizer.step()
-                optimizer.zero_grad()
+    def train() -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            one.backward(model(torch.ones(2, WIDTH)).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
 
-        train()
-        expected = [full(model) for model in models]
-        one.save_state(str(tmp_path))
-        train()
-        one.load_state(str(tmp_path))
-        assert shown == [(2, 2), (2, 0)]
-        torch.testing.assert_close(full(models[0]), {name: t + 1 for name, t in expected[0].items()})
-        torch.testing.assert_close(full(models[1]), expected[1])
-        assert all(float(state["step"]) == 1 for o in optimizers for state in o.state.values())
+    train()
+    expected = [full(model) for model in models]
+    one.save_state(str(tmp_path))
+    train()
+    one.load_state(str(tmp_path))
+    assert shown == [(2, 2), (2, 0)]
+    torch.testing.assert_close(full(models[0]), {name: t + 1 for name, t in expected[0].items()})
+    torch.testing.assert_close(full(models[1]), expected[1])
+    assert all(float(state["step"]) == 1 for o in optimizers for state in o.state.values())
 
 
 @on_job(2)

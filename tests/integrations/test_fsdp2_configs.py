@@ -14,7 +14,17 @@ import torch.distributed as dist
 
 from accordion.compat import fsdp2
 from accordion.engine.hooks import engine_of
-from tests.integrations.jobs import TRAINING, bytes_held, fsdp_job, full, library_job, llama, needs, sentences
+from tests.integrations.jobs import (
+    TRAINING,
+    bytes_held,
+    fsdp_job,
+    full,
+    library_job,
+    llama,
+    needs,
+    on_first_rank,
+    sentences,
+)
 from tests.integrations.test_trl import tokenizer
 from tests.support.ranked import on_job
 from tests.support.sample import sampled
@@ -184,9 +194,7 @@ def sharded_at_load(ours: bool, source: Path, folder: Path) -> dict[str, Any]:
 
 
 def loads_sharded(mesh: Any, folder: Path) -> None:
-    if mesh.get_local_rank() == 0:
-        llama().save_pretrained(folder / "source")
-    dist.barrier()
+    on_first_rank(llama().save_pretrained, folder / "source")
     theirs, mine = (sharded_at_load(ours, folder / "source", folder / str(ours)) for ours in SIDES)
     assert len(theirs["losses"]) == 6
     alike(theirs, mine)

@@ -21,7 +21,9 @@ from tests.integrations.jobs import (
     blocks,
     bytes_held,
     full,
+    mean,
     needs,
+    on_first_rank,
     sizes_of_steps,
     torchrun_job,
 )
@@ -116,11 +118,11 @@ def trainer(ours: bool, folder: Path, strategy: Any = None, **changes: Any) -> A
     return pl.Trainer(**{**here, **quiet, **usual, **changes})
 
 
-def mean(values: list[float]) -> list[float]:
-    """Return the mean over all ranks."""
-    given = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(given)
-    return (given / dist.get_world_size()).tolist()
+def fitted(ours: bool, folder: Path, strategy: Any = None, lit: Any = None, resume: Any = None, **changes: Any) -> Any:
+    """Train `lit`, by default a new `module()`, and return (trainer, lit). `resume`: path of the checkpoint to begin from."""
+    one, lit = trainer(ours, folder, strategy, **changes), module() if lit is None else lit
+    one.fit(lit, data(), ckpt_path=resume)
+    return one, lit
 
 
 # -- it trains
@@ -162,18 +164,15 @@ def test_mixed_precision_gathers_in_it_and_fp16_has_its_scaler(mesh: Any, tmp_pa
     from lightning.pytorch.plugins import MixedPrecision
 
     with torchrun_job():
-        plain = module()
-        trainer(False, tmp_path).fit(plain, data())
-        lit = module()
-        one = trainer(True, tmp_path, precision="bf16-mixed")
-        one.fit(lit, data())
-        assert engine_of(lit).precision.params == torch.bfloat16
-        assert lit.losses == pytest.approx(plain.losses, rel=3e-2)
+        _, plain = fitted(False, tmp_path)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        lit = module()
-        trainer(True, tmp_path, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]).fit(lit, data())
-        assert engine_of(lit).precision.params == torch.float16
-        assert lit.losses == pytest.approx(plain.losses, rel=3e-2)
+        for dtype, changes in (
+            (torch.bfloat16, {"precision": "bf16-mixed"}),
+            (torch.float16, {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}),
+        ):
+            _, lit = fitted(True, tmp_path, **changes)
+            assert engine_of(lit).precision.params == dtype
+            assert lit.losses == pytest.approx(plain.losses, rel=3e-2)
         assert scaler.get_scale() == 8192.0, "it has grown thrice in 6 steps"
 
 
@@ -181,16 +180,14 @@ def test_mixed_precision_gathers_in_it_and_fp16_has_its_scaler(mesh: Any, tmp_pa
 def test_configure_model_on_meta_begins_as_on_one_device(mesh: Any, tmp_path: Path) -> None:
     found = []
     for ours in sides():
-        lit = module("meta" if ours else "cpu")
-        trainer(ours, tmp_path).fit(lit, data())
+        _, lit = fitted(ours, tmp_path, lit=module("meta" if ours else "cpu"))
         found.append(lit.losses)
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     with torchrun_job():  # ranks whose generators differ begin alike all the same
         lit = module("meta")
-        one = trainer(True, tmp_path, max_epochs=1)
         lit.configure_model()
         torch.manual_seed(dist.get_rank())
-        one.fit(lit, data())
+        fitted(True, tmp_path, lit=lit, max_epochs=1)
         assert lit.losses[-1] < lit.losses[0]
 
 
@@ -271,14 +268,12 @@ def test_manual_optimisation_with_several_optimizers(mesh: Any, tmp_path: Path) 
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-5)
     with torchrun_job():
         whole, parts, longer = gan(), gan(), {**manual, "max_epochs": 2}
-        trainer(True, tmp_path, **longer).fit(whole, data())
-        one = trainer(True, tmp_path, **manual)
-        one.fit(parts, data())
+        fitted(True, tmp_path, lit=whole, **longer)
+        one, _ = fitted(True, tmp_path, lit=parts, **manual)
         for kind in ("full", "sharded"):
             one.strategy.state_dict_type = kind
             one.save_checkpoint(tmp_path / f"{kind}.ckpt")
-            again = gan()
-            trainer(True, tmp_path, **longer).fit(again, data(), ckpt_path=tmp_path / f"{kind}.ckpt")
+            _, again = fitted(True, tmp_path, lit=gan(), resume=tmp_path / f"{kind}.ckpt", **longer)
             assert again.losses == whole.losses[len(parts.losses) :]
     with torchrun_job():
         for bad, words in (
@@ -286,7 +281,7 @@ def test_manual_optimisation_with_several_optimizers(mesh: Any, tmp_path: Path) 
             ("tied", "belongs to another module too"),
         ):
             with pytest.raises(acc.UsageError, match=words):
-                trainer(True, tmp_path, **manual).fit(gan(bad), data())
+                fitted(True, tmp_path, lit=gan(bad), **manual)
 
 
 # -- it saves and resumes
@@ -296,10 +291,8 @@ def saves(mesh: Any, folder: Path) -> None:
     pl = lightning()
     with torchrun_job():
         for name, ours, options in KINDS:
-            lit = module()
             kept = pl.callbacks.ModelCheckpoint(dirpath=folder / name, filename="{epoch}", save_top_k=-1)
-            one = trainer(ours, folder, options, enable_checkpointing=True, callbacks=[kept])
-            one.fit(lit, data())
+            _, lit = fitted(ours, folder, options, enable_checkpointing=True, callbacks=[kept])
             dist.barrier()
             assert sorted(p.name for p in (folder / name).iterdir()) == ["epoch=0.ckpt", "epoch=1.ckpt"]
             assert (folder / name / "epoch=0.ckpt").is_dir() == (name == "sharded")
@@ -318,16 +311,13 @@ def resumes(mesh: Any, folder: Path, name: str, ours: bool) -> None:
     with torchrun_job():
         lit = module()
         torch.nn.init.zeros_(lit.net[0][0].weight)  # what is resumed is not what it began with
-        one = trainer(ours, folder)
-        one.fit(lit, data(), ckpt_path=folder / name / "epoch=0.ckpt")
+        one, _ = fitted(ours, folder, lit=lit, resume=folder / name / "epoch=0.ckpt")
         assert one.global_step == 6
         assert mean(lit.losses) == pytest.approx(losses[6:], rel=1e-5)
         assert lit.norms == pytest.approx(norms[3:], rel=1e-5)
-        lit = module()
         one = trainer(ours, folder)
-        one.validate(lit, data(1), ckpt_path=folder / name / "epoch=1.ckpt", verbose=False)
-        first = one.callback_metrics["val"]
-        assert float(first) < losses[0]
+        one.validate(module(), data(1), ckpt_path=folder / name / "epoch=1.ckpt", verbose=False)
+        assert float(one.callback_metrics["val"]) < losses[0]
 
 
 @pytest.mark.parametrize("count", sampled([1, 3], lambda count: count == 1))
@@ -342,20 +332,16 @@ def test_it_resumes_in_the_middle_on_another_number_of_ranks(ranks, tmp_path, co
 @on_job(2)
 def test_an_incomplete_folder_is_never_resumed(mesh: Any, tmp_path: Path) -> None:
     with torchrun_job():
-        options = {"state_dict_type": "sharded"}
-        one, lit = trainer(True, tmp_path, options, max_epochs=1), module()
-        one.fit(lit, data())
+        one, lit = fitted(True, tmp_path, {"state_dict_type": "sharded"}, max_epochs=1)
         one.save_checkpoint(tmp_path / "whole.ckpt")
         for lost, words in (("meta.pt", "its save was interrupted"), ("sharded_0/manifest.json", "cannot be loaded")):
             one.save_checkpoint(tmp_path / "torn.ckpt")
             dist.barrier()
-            if dist.get_rank() == 0:
-                (tmp_path / "torn.ckpt" / lost).unlink()
-            dist.barrier()
+            on_first_rank((tmp_path / "torn.ckpt" / lost).unlink)
             with pytest.raises(acc.CheckpointError, match=words):
-                trainer(True, tmp_path).fit(module(), data(), ckpt_path=tmp_path / "torn.ckpt")
-        one = trainer(True, tmp_path)  # a file takes the place of a folder, and the other way round
-        one.fit(lit, data(), ckpt_path=tmp_path / "whole.ckpt")
+                fitted(True, tmp_path, resume=tmp_path / "torn.ckpt")
+        # A file takes the place of a folder, and the other way round.
+        one, _ = fitted(True, tmp_path, lit=lit, resume=tmp_path / "whole.ckpt")
         one.save_checkpoint(tmp_path / "whole.ckpt")
         assert (tmp_path / "whole.ckpt").is_file()
         one.strategy.state_dict_type = "sharded"
@@ -395,7 +381,7 @@ def test_checkpoints_early_stopping_and_averages(mesh: Any, tmp_path: Path) -> N
     torch.testing.assert_close(weights, found[0][2], rtol=1e-4, atol=1e-5)
     assert found[0][1][0] < 8, "it stopped early"
     with torchrun_job(), pytest.raises(acc.UsageError, match="average weights need state_dict_type='full'"):
-        trainer(True, tmp_path, KINDS[2][2], callbacks=[EMAWeightAveraging(decay=0.8)]).fit(module(), data())
+        fitted(True, tmp_path, KINDS[2][2], callbacks=[EMAWeightAveraging(decay=0.8)])
 
 
 # -- meshes, what is refused, what works without it
@@ -460,12 +446,9 @@ def test_callbacks_and_hooks_change_what_is_saved_and_resumed(mesh: Any, tmp_pat
     for name, ours, options in KINDS[:2]:
         with torchrun_job():
             path, calls = tmp_path / f"{name}.ckpt", lambda: [Unfreezes(), Averages()]
-            one = trainer(ours, tmp_path, options, callbacks=calls())
-            one.fit(made(), data())
+            one, _ = fitted(ours, tmp_path, options, made(), callbacks=calls())
             one.save_checkpoint(path)
-            lit = made()
-            one = trainer(ours, tmp_path, options, max_epochs=3, callbacks=calls())
-            one.fit(lit, data(), ckpt_path=path)
+            one, lit = fitted(ours, tmp_path, options, made(), path, max_epochs=3, callbacks=calls())
             assert [len(group["params"]) for group in one.optimizers[0].param_groups] == [8, 4]
             found.append((full(lit), [full_of(tensor) for tensor in one.callbacks[-1].average]))
             if ours:
@@ -480,10 +463,8 @@ def test_callbacks_and_hooks_change_what_is_saved_and_resumed(mesh: Any, tmp_pat
 def test_a_hybrid_has_one_replica_per_node(mesh: Any, tmp_path: Path) -> None:
     found = []
     for ours in sides(2):
-        lit = module()
         options = {"sharding": {"strategy": acc.HYBRID_SHARD}} if ours else {}
-        trainer(ours, tmp_path, options, num_nodes=2, devices=2, max_epochs=1).fit(lit, data())
-        found.append(lit)
+        found.append(fitted(ours, tmp_path, options, num_nodes=2, devices=2, max_epochs=1)[1])
     weight = found[1].net[0][0].weight
     assert weight.device_mesh.mesh_dim_names == ("replicate", "shard")
     assert weight.device_mesh.shape == (2, 2)
@@ -511,7 +492,7 @@ def test_unsupported_options_are_refused(mesh: Any, tmp_path: Path) -> None:
                 self.more = nn.Linear(2, 2)
 
     with torchrun_job(), pytest.raises(acc.UsageError, match=r"but not its parameter .more\.weight"):
-        trainer(True, tmp_path).fit(Half(), data())
+        fitted(True, tmp_path, lit=Half())
 
 
 @on_job(2)
@@ -527,11 +508,9 @@ def test_modules_that_configure_model_has_sharded_are_not_changed(mesh: Any, tmp
                 acc.shard(self.net)
 
     with torchrun_job():
-        plain = module()
-        trainer(False, tmp_path, gradient_clip_val=None).fit(plain, data())
+        _, plain = fitted(False, tmp_path, gradient_clip_val=None)
         for strategy in (None, ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)):
-            lit = Own()
-            trainer(True, tmp_path, strategy, gradient_clip_val=None).fit(lit, data())
+            _, lit = fitted(True, tmp_path, strategy, Own(), gradient_clip_val=None)
             assert lit.losses == pytest.approx(plain.losses, rel=1e-5)
 
 
@@ -643,9 +622,7 @@ def fabric_loads(mesh: Any, folder: Path, kind: str) -> None:
         if kind == "full":
             other = one.setup_module(blocks())
             found = torch.load(folder / kind)
-            if dist.get_rank() == 0:
-                torch.save(found["model"], folder / f"raw-{dist.get_world_size()}")
-            dist.barrier()
+            on_first_rank(torch.save, found["model"], folder / f"raw-{dist.get_world_size()}")
             one.load_raw(folder / f"raw-{dist.get_world_size()}", other)
             torch.testing.assert_close(full(other._forward_module), found["model"])
 

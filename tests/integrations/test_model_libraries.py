@@ -158,8 +158,7 @@ def learns(mesh: Any, case: str, ours: bool, steps: int = 6) -> tuple[nn.Module,
 @pytest.mark.parametrize("case", MARKED)
 @on_job(2)
 def test_a_model_of_a_library_learns_as_under_ddp(mesh: Any, tmp_path: Path, case: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # theirs
+    with warnings.catch_warnings(action="ignore"):  # theirs
         theirs, expected, averages = learns(mesh, case, False)
         mine, found, sharded_averages = learns(mesh, case, True)
         assert found == pytest.approx(expected, rel=1e-5)

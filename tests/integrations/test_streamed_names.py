@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 import accordion as acc
 from tests.devices import here
-from tests.integrations.jobs import VOCABULARY, library_job, llama, needs
-from tests.support.ranked import on_job
+from tests.integrations.jobs import VOCABULARY, llama, needs, on_first_rank, on_library_job
 
 pytestmark = needs("transformers")
 SIZES: dict[str, Any] = {
@@ -39,32 +38,29 @@ def built(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["tied llama", "mixture", "vision"])
-@on_job(2)
+@on_library_job(2)
 def test_names_and_parts_are_those_of_the_files(mesh: Any, kind: str, tmp_path: Path) -> None:
-    with library_job():
-        plain = built(kind)
-        if dist.get_rank() == 0:
-            plain.save_pretrained(tmp_path)
-        dist.barrier()
-        expected = load_file(tmp_path / "model.safetensors")
-        model = acc.shard(built(kind), mesh)
-        stream = acc.stream_weights(model, 2**12, changed_since="start")
-        streamed = dict(stream)
-        buffers = {name for name, _ in model.named_buffers()}
-        assert streamed.keys() - buffers == expected.keys() - buffers
-        assert all(torch.equal(streamed[name].cpu(), tensor) for name, tensor in expected.items())
-        assert all(tensor.is_contiguous() for tensor in streamed.values())
-        if kind != "mixture":
-            return
-        experts = model.model.layers[1].mlp.experts.down_proj
-        if dist.get_rank() == 1:  # of one expert
-            with torch.no_grad():
-                experts.to_local()[-1].add_(1)
-        names = [f"model.layers.1.block_sparse_moe.experts.{i}.w2.weight" for i in range(4)]
-        broken = acc.stream_weights(model, 2**12, changed_since=stream)
-        for name, _ in broken:
-            if name == names[1]:
-                break
-        again = acc.stream_weights(model, 2**12, changed_since=broken)
-        assert [name for name, _ in again] == names, "a consumer that has two of four experts gets them all again"
-        assert list(acc.stream_weights(model, 2**12, changed_since=again)) == []
+    plain = built(kind)
+    on_first_rank(plain.save_pretrained, tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    model = acc.shard(built(kind), mesh)
+    stream = acc.stream_weights(model, 2**12, changed_since="start")
+    streamed = dict(stream)
+    buffers = {name for name, _ in model.named_buffers()}
+    assert streamed.keys() - buffers == expected.keys() - buffers
+    assert all(torch.equal(streamed[name].cpu(), tensor) for name, tensor in expected.items())
+    assert all(tensor.is_contiguous() for tensor in streamed.values())
+    if kind != "mixture":
+        return
+    experts = model.model.layers[1].mlp.experts.down_proj
+    if dist.get_rank() == 1:  # of one expert
+        with torch.no_grad():
+            experts.to_local()[-1].add_(1)
+    names = [f"model.layers.1.block_sparse_moe.experts.{i}.w2.weight" for i in range(4)]
+    broken = acc.stream_weights(model, 2**12, changed_since=stream)
+    for name, _ in broken:
+        if name == names[1]:
+            break
+    again = acc.stream_weights(model, 2**12, changed_since=broken)
+    assert [name for name, _ in again] == names, "a consumer that has two of four experts gets them all again"
+    assert list(acc.stream_weights(model, 2**12, changed_since=again)) == []

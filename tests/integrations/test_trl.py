@@ -14,13 +14,12 @@ from tests.integrations.jobs import (
     VOCABULARY,
     blocks_and_head,
     bytes_held,
-    library_job,
     llama,
     needs,
+    on_library_job,
     sentences,
 )
 from tests.integrations.test_trainer import alike, train
-from tests.support.ranked import on_job
 from tests.support.sample import sampled
 
 pytestmark = needs("trl", "peft")
@@ -100,47 +99,43 @@ def built(kind: str, ours: bool, adapters: bool, folder: Path, **changes: Any) -
         lambda kind, adapters: adapters and kind != "reward",
     ),
 )
-@on_job(2)
+@on_library_job(2)
 def test_trl_trains_as_under_ddp(mesh: Any, kind: str, adapters: bool, tmp_path: Path) -> None:
-    with library_job():
-        theirs, ours = (train(built(kind, one, adapters, tmp_path)) for one in (False, True))
-        alike(theirs, ours)
-        assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)
-        if kind == "dpo" and not adapters:
-            assert bytes_held(ours.ref_model) < 0.6 * bytes_held(theirs.ref_model)
+    theirs, ours = (train(built(kind, one, adapters, tmp_path)) for one in (False, True))
+    alike(theirs, ours)
+    assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)
+    if kind == "dpo" and not adapters:
+        assert bytes_held(ours.ref_model) < 0.6 * bytes_held(theirs.ref_model)
 
 
 @pytest.mark.parametrize(("loss", "adapters"), [("head_rows", False), ("chunked", True)])
-@on_job(2)
+@on_library_job(2)
 def test_our_loss_replaces_that_of_trl(mesh: Any, tmp_path: Path, loss: str, adapters: bool) -> None:
-    with library_job():
-        theirs, ours = (built("sft", one, adapters, tmp_path) for one in (False, True))
-        ours.loss, ours._shard_arguments = loss, ShardArguments.of({"units": blocks_and_head})
-        alike(train(theirs), train(ours))
+    theirs, ours = (built("sft", one, adapters, tmp_path) for one in (False, True))
+    ours.loss, ours._shard_arguments = loss, ShardArguments.of({"units": blocks_and_head})
+    alike(train(theirs), train(ours))
 
 
-@on_job(2)
+@on_library_job(2)
 def test_adapters_are_saved_alone_and_resume_exactly(mesh: Any, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    with library_job():
-        whole = train(built("sft", True, True, tmp_path, save_strategy="steps", save_steps=2))
-        assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()
-        assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
-        size = sum(path.stat().st_size for path in (tmp_path / "checkpoint-2").rglob("*.safetensors"))
-        assert size < sum(p.numel() for p in whole.model.parameters()) * 4, "the base is in no file"
-        again = train(built("sft", True, True, tmp_path, save_strategy="steps", save_steps=2), True)
-        assert again.state.global_step == 4
-        again = train(built("sft", True, True, tmp_path), str(tmp_path / "checkpoint-2"))
-        alike(whole, again, rel=0.0)
-        loaded = PeftModel.from_pretrained(llama(hidden_size=16), tmp_path / "checkpoint-4")
-        assert any("lora_B" in name and p.any() for name, p in loaded.named_parameters())
+    whole = train(built("sft", True, True, tmp_path, save_strategy="steps", save_steps=2))
+    assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+    size = sum(path.stat().st_size for path in (tmp_path / "checkpoint-2").rglob("*.safetensors"))
+    assert size < sum(p.numel() for p in whole.model.parameters()) * 4, "the base is in no file"
+    again = train(built("sft", True, True, tmp_path, save_strategy="steps", save_steps=2), True)
+    assert again.state.global_step == 4
+    again = train(built("sft", True, True, tmp_path), str(tmp_path / "checkpoint-2"))
+    alike(whole, again, rel=0.0)
+    loaded = PeftModel.from_pretrained(llama(hidden_size=16), tmp_path / "checkpoint-4")
+    assert any("lora_B" in name and p.any() for name, p in loaded.named_parameters())
 
 
 @pytest.mark.parametrize("adapters", [pytest.param(False, marks=pytest.mark.slow), True])
-@on_job(2)
+@on_library_job(2)
 def test_grpo_generates_and_learns_as_under_ddp(mesh: Any, tmp_path: Path, adapters: bool) -> None:
-    with library_job():
-        theirs, ours = (train(built("grpo", one, adapters, tmp_path)) for one in (False, True))
-        alike(theirs, ours, "reward", "completions/mean_length", "loss", "grad_norm", rel=1e-4)
-        assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)
+    theirs, ours = (train(built("grpo", one, adapters, tmp_path)) for one in (False, True))
+    alike(theirs, ours, "reward", "completions/mean_length", "loss", "grad_norm", rel=1e-4)
+    assert bytes_held(ours.model) < 0.6 * bytes_held(theirs.model)

@@ -107,6 +107,9 @@ class Group(ABC):
         self.scale = scale
         self._expect()
 
+    def keep_slices(self, keeps: bool) -> None:  # noqa: B027 (most groups keep none)
+        """Let ranks keep slices of the full parameters from later forwards to their backwards, or not; few groups can."""
+
     def remark(self, mark: int) -> None:
         """Set the number `mark`, which is added to the tag (number of the unit) that later reduces send, in place of the last
         mark. A reduce whose tags are compared fails if ranks have set different marks."""

@@ -66,8 +66,7 @@ class SecondaryGroup(CutGroup):
         self._leaving = LeavingBuffer(cuts, offsets, flat, rank, part, poison=poison)
         return self._leaving
 
-    def leaves(self, keeps: bool) -> None:
-        """Let later forwards keep slices of the full parameters if `keeps`. Without slices, backwards gather from all ranks."""
+    def keep_slices(self, keeps: bool) -> None:
         self._leaving.leaves = keeps
 
     def gather(self) -> Transfer | None:

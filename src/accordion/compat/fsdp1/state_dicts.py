@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Mapping
-from itertools import count, islice
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -204,8 +203,7 @@ class StateDicts(Wrapper):
     ) -> dict[str, Any]:
         """Convert the first rank's full state dict by qualified names to a dict for `optim.load_state_dict` on every rank.
         Collective. `optim_input` and `group` are ignored. Raises `UsageError` without `optim`."""
-        full = full_optim_state_dict or {}
-        return state_by_id(model, _required(optim), full, full=True, from_first_rank=True)
+        return state_by_id(model, _required(optim), full_optim_state_dict, full=True, from_first_rank=True)
 
     @staticmethod
     def rekey_optim_state_dict(*args: Any, **kwargs: Any) -> NoReturn:
@@ -274,87 +272,90 @@ def cut_like(value: Tensor, param: Param) -> Tensor:
     return value if value.dim() == 0 or value.shape != like.shape else own_dtensor(value, param)
 
 
-def names_of(model: nn.Module, optim: Optimizer) -> list[list[str]]:
-    """Return for each group of `optim` the qualified names of its parameters. Raises `UsageError` if `model` lacks one."""
-    names = {id(p): name for name, p in model.named_parameters()}
+def named_groups(model: nn.Module, optim: Optimizer) -> list[dict[str, nn.Parameter]]:
+    """Return for each group of `optim` its parameters by qualified names. Raises `UsageError` if `model` lacks one."""
+    names = {id(p): clean(name) for name, p in model.named_parameters()}
     for p in (p for group in optim.param_groups for p in group["params"]):
         if id(p) not in names:
             raise UsageError(
                 f"the optimizer has a parameter of shape {tuple(p.shape)} that is not in the model; create the optimizer from "
                 "model.parameters() after wrapping."
             )
-    return [[names[id(p)] for p in group["params"]] for group in optim.param_groups]
+    return [{names[id(p)]: p for p in group["params"]} for group in optim.param_groups]
 
 
 def named_state(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any], settings: StateDictSettings
 ) -> dict[str, Any]:
-    """Convert `state`, a result of `optim.state_dict()`, to a state dict by qualified names, and return it. Its tensors are
-    full (a collective) or shards, as `settings` say. If they are full with `rank0_only`, ranks other than the first get {}."""
+    """Convert `state`, a result of `optim.state_dict()`, to a state dict by qualified names, and return it. Entries that belong
+    to no parameter are copied. Tensors of parameters are full (a collective) or shards, as `settings` say. If they are full with
+    `rank0_only`, ranks other than the first get {}. Without "param_groups" in `state`, the result has none either."""
     engines = _engines_of(model)
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     cpu = settings.optim_state_dict_config.offload_to_cpu
     params = params_of(engines)
-    names = names_of(model, optim)
-    result: dict[str, Any] = {}
-    for group, saved, fqns in zip(optim.param_groups, state["param_groups"], names, strict=True):
-        for p, key, name in zip(group["params"], saved["params"], fqns, strict=True):
-            if key not in state["state"]:
-                continue
-            entry = {}
-            for word, value in state["state"][key].items():
-                if full and isinstance(value, DTensor):
-                    value = full_rows(value, params[id(p)])
-                elif full and isinstance(value, Tensor):
-                    value = value.clone()  # the step count; two optimizers must not share it
-                entry[word] = value.cpu() if cpu and isinstance(value, Tensor) else value
+    named = named_groups(model, optim)
+    left = dict(state["state"])
+    result: dict[Any, Any] = {}
+    for i, (name, p) in enumerate(item for group in named for item in group.items()):
+        entry = {}
+        for word, value in left.pop(i, {}).items():
+            if full and isinstance(value, DTensor):
+                value = full_rows(value, params[id(p)])
+            elif full and isinstance(value, Tensor):
+                value = value.clone()  # the step count; two optimizers must not share it
+            entry[word] = value.cpu() if cpu and isinstance(value, Tensor) else value
+        if entry:
             result[name] = entry
     if full and getattr(settings.optim_state_dict_config, "rank0_only", False) and not is_first_rank(engines[0]):
         return {}
-    groups = [
-        {**{k: v for k, v in saved.items() if k != "params"}, "params": fqns}
-        for saved, fqns in zip(state["param_groups"], names, strict=True)
-    ]
-    return {"state": result, "param_groups": groups}
+    return _with_groups({**result, **left}, state.get("param_groups"), named)
 
 
 def state_by_id(
-    model: nn.Module, optim: Optimizer, state: Mapping[str, Any], *, full: bool, from_first_rank: bool = False
+    model: nn.Module, optim: Optimizer, state: Mapping[str, Any] | None, *, full: bool, from_first_rank: bool = False
 ) -> dict[str, Any]:
-    """Convert a state dict by qualified names to one for `optim.load_state_dict`, and return it. `full`: `state` has full
-    tensors, equal on all ranks; if they differ, every rank raises `DivergenceError`. `from_first_rank`: send the first rank's
-    `state` to all ranks, without that check. Either makes this a collective. Raises `UsageError` if `state` is empty, or if its
-    param groups are not those of `optim`."""
+    """Convert a state dict by qualified names to one for `optim.load_state_dict`, and return it. Entries of other names are
+    copied. `full`: `state` has full tensors, equal on all ranks; if they differ, every rank raises `DivergenceError`.
+    `from_first_rank`: send the first rank's `state` to all ranks, without that check. Either makes this a collective. Raises
+    `UsageError` if `state` lacks "state", or if its param groups are not those of `optim`; it may have no param groups."""
     engines = _engines_of(model)
     from_first = engines[0] if from_first_rank else None
+    state = state or {}
     if full and from_first is None:
         _agree_on(state, engines[0])
     params = params_of(engines)
-    groups = _shared(state["param_groups"] if state else None, from_first)
-    if groups is None:
+    saved = state.get("state", {})
+    keys, groups = _shared((dict.fromkeys(saved) if "state" in state else None, state.get("param_groups")), from_first)
+    if keys is None:
         raise UsageError(
-            "the optimizer's state dict is empty on this rank. If only the first rank has it, first set the state_dict_type of "
-            "this model with FullOptimStateDictConfig(rank0_only=True)."
+            "the optimizer's state dict is empty on this rank, or lacks 'state'. If only the first rank has it, first set the "
+            "state_dict_type of this model with FullOptimStateDictConfig(rank0_only=True)."
         )
-    names = names_of(model, optim)
-    if [sorted(g["params"]) for g in groups] != [sorted(fqns) for fqns in names]:
+    named = named_groups(model, optim)
+    if groups is not None and [sorted(g["params"]) for g in groups] != [sorted(group) for group in named]:
         raise UsageError(
             f"the state dict has parameter groups of {[len(g['params']) for g in groups]} names, the optimizer has groups of "
-            f"{[len(fqns) for fqns in names]}, or their names differ; create the optimizer with the groups that were saved."
+            f"{[len(group) for group in named]}, or their names differ; create the optimizer with the groups that were saved."
         )
-    entries: dict[int, Any] = {}
-    numbered, numbers = [], count()
-    for group, saved, fqns in zip(optim.param_groups, groups, names, strict=True):
-        ids = list(islice(numbers, len(fqns)))
-        for i, p, name in zip(ids, group["params"], fqns, strict=True):
-            entry = _shared(state["state"].get(name) if state else None, from_first)
-            if entry is not None:
-                entries[i] = {
-                    k: cut_like(v, params[id(p)]) if isinstance(v, Tensor) and id(p) in params else v
-                    for k, v in entry.items()
-                }
-        numbered.append({**{k: v for k, v in saved.items() if k != "params"}, "params": ids})
-    return {"state": entries, "param_groups": numbered}
+    flat = (item for group in named for item in group.items())
+    owners = {name: (i, params.get(id(p))) for i, (name, p) in enumerate(flat)}
+    entries: dict[Any, Any] = {}
+    in_order = [name for name in owners if name in keys]  # equal on all ranks, for collectives
+    for key in dict.fromkeys([*in_order, *keys]):
+        entry = _shared(saved.get(key), from_first)
+        i, param = owners.get(key, (key, None))
+        if param is not None:
+            entry = {k: cut_like(v, param) if isinstance(v, Tensor) else v for k, v in entry.items()}
+        entries[i] = entry
+    return _with_groups(entries, groups, [[owners[name][0] for name in group] for group in named])
+
+
+def _with_groups(entries: dict[Any, Any], groups: list[Any] | None, keys: Sequence[Iterable[Any]]) -> dict[str, Any]:
+    """Return a state dict of `entries` and `groups`, whose "params" become `keys`. Without `groups` it has no "param_groups"."""
+    if groups is None:
+        return {"state": entries}
+    return {"state": entries, "param_groups": [{**g, "params": [*k]} for g, k in zip(groups, keys, strict=True)]}
 
 
 def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
@@ -363,7 +364,7 @@ def _agree_on(state: Mapping[str, Any], engine: Engine) -> None:
     values = {
         f"{word!r} of {name!r}": value
         for name, entry in state.get("state", {}).items()
-        for word, value in entry.items()
+        for word, value in (entry.items() if isinstance(entry, Mapping) else [("value", entry)])
     }
     tensors = {key: value for key, value in values.items() if isinstance(value, Tensor)}
     others = {key: str(value) for key, value in values.items() if key not in tensors}

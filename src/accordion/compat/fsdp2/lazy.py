@@ -25,7 +25,6 @@ from accordion.engine.layout import Cut
 from accordion.engine.observer import GATHERED, Observer
 from accordion.engine.order import Phase
 from accordion.engine.params import Param
-from accordion.engine.secondary import SecondaryGroup
 from accordion.engine.unit import Unit, UnitPolicy
 from accordion.errors import UsageError
 from accordion.safety.refusals import unguard
@@ -190,8 +189,7 @@ class Part:
             group.after_reduce = settings.after_reduce
             if isinstance(group.full_buffer, FullBuffer):
                 group.full_buffer.stay(settings.stays)
-            if isinstance(group, SecondaryGroup):
-                group.leaves(settings.keeps_parts)
+            group.keep_slices(settings.keeps_parts)
             group.rescale(group.context.scale if settings.scale is None else settings.scale)
         for phase, parts in self.ahead.items():
             units = [(part.ensure(), part.tree) for part in living(parts)]
