@@ -113,7 +113,7 @@ class PendingReduce:
 
     def _finish_sums(self, buffers: list[Tensor], reduction: AxisReduce | None = None) -> None:
         """Scale the sums in `buffers` in place, then call `group.after_reduce`, if set, with each buffer. `reduction`: the
-        reduce whose flags are in `buffers`, and are restored after that; None on a single rank, which has no flags."""
+        reduce whose flags are in `buffers`: scaled too, but restored after the callback; None on a single rank (no flags)."""
         group = self._group
         if group.scale != 1.0 and len(buffers) == 1:
             buffers[0].mul_(group.scale)

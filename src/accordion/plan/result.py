@@ -54,13 +54,13 @@ NOT_KNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The result of `accordion.plan`.
+    """The result of `accordion.plan`. `chosen`: the best configuration. `fits`: True if it fits. `as_dict()`: all figures.
 
     Args:
         task: the workload's model on the meta device, with its loss and batches.
         workload: the model, loss and batches that were passed to `plan`.
         space: the GPUs, and the values that were searched.
-        found: all candidates (configurations with their memory and time), and the best of them.
+        found: all candidates (configurations with their memory and time); its `best` is None if none fits on all GPUs.
     """
 
     task: Trained

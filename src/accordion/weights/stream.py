@@ -268,7 +268,7 @@ def in_buckets(items: Sequence[Item], num_receivers: int, most_bytes: int) -> li
 
 
 class Bucket:
-    """The items of a stream that are gathered together. `what`: what a rank that waits for the gather does, for messages."""
+    """Gathers `items` together: `begin` starts it, `land` returns the tensors. `what`: what this rank does, for messages."""
 
     def __init__(self, items: Sequence[Item], to: Receivers, stream: SideStream, what: str) -> None:
         self._items, self._to, self._stream, self._what = items, to, stream, what
