@@ -90,8 +90,8 @@ class Plan:
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest candidate that fits on all GPUs asked for. If none fits, the candidate for all GPUs that needs least
-        memory, of those that were not ruled out by a bound if there are any."""
+        """Of the candidates that fit on all GPUs and are about as fast as the fastest, the one that needs least memory. If none
+        fits, the one for all GPUs that needs least memory, of those not ruled out by a bound if there are any."""
         if self.found.best is not None:
             return self.found.best
         return closest(self.found.candidates, self.space)

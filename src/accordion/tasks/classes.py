@@ -174,7 +174,7 @@ def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Param
 
 
 def _hint(parameter: inspect.Parameter) -> Any:
-    """Return the type of the option that sets `parameter`; None if a command line cannot have its values."""
+    """Return the type of the option that sets `parameter`; None if no flag can set it."""
     hint, default = parameter.annotation, parameter.default
     if get_origin(hint) is tuple:
         kinds = [kind for kind in get_args(hint) if {float, int} & {kind, *get_args(kind)}]
