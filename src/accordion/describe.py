@@ -84,9 +84,9 @@ def human(num_bytes: float) -> str:
 
 
 def _cells(name: str, num_params: int, several: Sequence[tuple[int, ...]], *, with_copies: bool) -> list[str]:
-    """Return the cells of one row of the table: `name`, `num_params`, for each column the sum of the stored bytes of the units
-    in `several`, the total, and the largest gathered bytes. Each unit is a tuple: (stored bytes by column..., gathered bytes).
-    `with_copies`: the table has a column of copies."""
+    """Return the cells of one row of the table: `name`, `num_params`, the bytes of weights, gradients, optimizer and, with
+    `with_copies`, copies, each summed over the units, the total of all four, and the largest gathered bytes. `several`: for
+    each unit a tuple of its bytes (weights, gradients, optimizer, copies, gathered)."""
     *stored, _ = map(sum, zip(*several, strict=True))
     gathered = max(row[-1] for row in several)
     size = f"{num_params:,}" if num_params < 1e5 else f"{num_params / 1e6:,.2f} M"

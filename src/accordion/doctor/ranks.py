@@ -55,8 +55,8 @@ class RankExam:
     def gathers(self) -> Answer:
         """Run an all-gather several times, test its values and time it. Collective. Returns a dict: "host": name of this
         machine, "torch": version of torch, "right": True if the first and last values of all shards are right, "gather_bytes":
-        bytes that this rank receives, "gather_s": seconds of the fastest run. With an all-to-all, also "num_near": number of
-        its ranks, "exchange_bytes" and "exchange_s". If anything raises an exception, returns {"error": its text} instead."""
+        bytes that this rank receives, "gather_s": seconds of the fastest run. If an all-to-all is timed (see the class),
+        also "num_near": number of its ranks, "exchange_bytes", "exchange_s". After an exception only "error": its text."""
         try:
             link = communicator_over(dist.group.WORLD, self._device)
             numel = MESSAGE_BYTES // 4 // self._num_ranks

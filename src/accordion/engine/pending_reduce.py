@@ -113,7 +113,7 @@ class PendingReduce:
 
     def _finish_sums(self, buffers: list[Tensor], reduction: AxisReduce | None = None) -> None:
         """Scale the sums in `buffers` in place, then call `group.after_reduce`, if set, with each buffer. `reduction`: the
-        reduce whose flags are in `buffers`, and are restored after that; None on a single rank, which has no flags."""
+        reduce whose flags are in `buffers`: scaled too, but restored after the callback; None on a single rank (no flags)."""
         group = self._group
         if group.scale != 1.0 and len(buffers) == 1:
             buffers[0].mul_(group.scale)
@@ -136,8 +136,8 @@ class PendingReduce:
         return group.shard_buffer.put(self._chosen, rows, adding, made_by)
 
     def counted(self) -> list[tuple[Tensor, int] | None]:
-        """Return for each parameter (sums, k) if this rank has no gradient: `sums[k]`, on the device, is 0 if no rank has one,
-        after the reduce. None if this rank has a gradient, or if there is no other rank."""
+        """Return for each parameter None if this rank has a gradient or is the only rank, otherwise (sums, k): after the reduce
+        `sums[k]`, on the device, is 0 if no rank has a gradient."""
         if not self.absent or self._transfer is None:
             return [None] * len(self._chosen)
         sums, absent = self._last.flag_sums, set(self.absent)
@@ -145,7 +145,7 @@ class PendingReduce:
 
     def finish(self, decide: bool = True) -> list[Tensor | None]:
         """Let the compute stream wait for the reduce; return this rank's rows of each sum, in the sharded gradient's dtype.
-        `decide`: return None, not zeros, for gradients that no rank has; if this rank lacks one, the host waits for the device.
+        `decide`: return None, not zeros, for gradients that no rank has; the host waits for the device if this rank lacks any.
         Raises `DivergenceError` if ranks reduced different units and the waiter asks for this check."""
         group, waiter = self._group, self._group.context.waiter
         if self._transfer is not None:

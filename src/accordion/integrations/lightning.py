@@ -59,7 +59,7 @@ OF_MODEL = ("state_dict", "current_model_state", "optimizer_states")  # keys wit
 
 
 class ShardedStrategy:
-    """Base class of both strategies: shards modules over the ranks of the job, and writes and reads sharded checkpoints."""
+    """Mixin to put before Lightning's `DDPStrategy` in the bases of a class: shards modules, writes and reads checkpoints."""
 
     accelerator: Any
     checkpoint_io: Any

@@ -54,13 +54,13 @@ NOT_KNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The result of `accordion.plan`.
+    """The result of `accordion.plan`. `chosen`: the best configuration. `fits`: True if it fits. `as_dict()`: all figures.
 
     Args:
         task: the workload's model on the meta device, with its loss and batches.
         workload: the model, loss and batches that were passed to `plan`.
         space: the GPUs, and the values that were searched.
-        found: all candidates (configurations with their memory and time), and the best of them.
+        found: all candidates (configurations with their memory and time); its `best` is None if none fits on all GPUs.
     """
 
     task: Trained
@@ -90,8 +90,8 @@ class Plan:
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest candidate that fits on all GPUs asked for. If none fits, the candidate for all GPUs that needs least
-        memory, of those that were not ruled out by a bound if there are any."""
+        """Of the candidates that fit on all GPUs and are about as fast as the fastest, the one that needs least memory. If none
+        fits, the one for all GPUs that needs least memory, of those not ruled out by a bound if there are any."""
         if self.found.best is not None:
             return self.found.best
         return closest(self.found.candidates, self.space)

@@ -119,8 +119,8 @@ def _of_package(key: str, name: str) -> ModuleType:
 def options_kind(key: str, class_path: str) -> type[Any]:
     """Return a new dataclass of the options of the class or function at `class_path`: a field `class_path`, and one for each
     parameter that a flag can set, with its default or None. Its docstring has the help texts, taken from `Args:` of the class.
-    `key`: "task" or "optimizer". Raises `UsageError` if there is no such class, if a parameter is named `class_path`, or if no
-    flag can set one that has no default; `TaskError` if the import fails."""
+    `key`: "task" or "optimizer". Raises `UsageError` if there is no such class, if a parameter is named `class_path`, or if a
+    parameter without a default has a type that no flag can set. Raises `TaskError` if the import fails."""
     target = target_of(key, class_path)
     text = (inspect.getdoc(target) or "").partition("Args:")[2]
     texts = dict(re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}\S.*)*)", text, re.MULTILINE))
@@ -174,7 +174,7 @@ def _parameters(key: str, target: Callable[..., Any]) -> dict[str, inspect.Param
 
 
 def _hint(parameter: inspect.Parameter) -> Any:
-    """Return the type of the option that sets `parameter`; None if a command line cannot have its values."""
+    """Return the type of the option that sets `parameter`; None if no flag can set it."""
     hint, default = parameter.annotation, parameter.default
     if get_origin(hint) is tuple:
         kinds = [kind for kind in get_args(hint) if {float, int} & {kind, *get_args(kind)}]

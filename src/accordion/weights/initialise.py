@@ -205,7 +205,7 @@ def _init_as_transformers(top: Any) -> None:
 
 
 def _reset_own(module: nn.Module) -> None:
-    """Reset the parameters of `module` itself, by its `reset_parameters` or a similar method. Do nothing if it has none."""
+    """Call `module.reset_parameters()`, or else `module._reset_parameters()`; do nothing if the module defines neither."""
     for name in ("reset_parameters", "_reset_parameters"):  # the second is of torch's attention and transformer modules
         # A method that a wrapper's `__getattr__` returns belongs to the module inside.
         method = getattr(module, name, None) if name in vars(module) or hasattr(type(module), name) else None

@@ -173,7 +173,7 @@ def stream_weights(
 
 
 def _digest(item: Item) -> Tensor:
-    """Return a digest, 0-d int64, of what this rank has of the tensors that are sent for `item`, in their dtypes."""
+    """Return a digest, 0-d int64, of this rank's values of the tensors that are sent for `item`, in their dtypes."""
     return torch.stack([checksum(part.local()) * (2 * i + 1) for i, part in enumerate(item.parts)]).sum()
 
 
@@ -193,8 +193,8 @@ def _changed(digests: dict[str, Tensor], earlier: WeightStream) -> set[str]:
 
 
 class RowGather:
-    """The gather of one tensor over up to two mesh axes: a collective for each `message`, then `full` returns the tensor. The
-    sharded dim is sent first, so that received rows need not be reordered."""
+    """The gather of one tensor over up to two mesh axes. The caller runs the collective of `message` for each of `levels`, then
+    `full` returns the tensor. The sharded dim is sent first, so that received rows need not be reordered."""
 
     def __init__(self, part: ItemPart, to: Receivers) -> None:
         self._part, self._to = part, to
@@ -268,7 +268,7 @@ def in_buckets(items: Sequence[Item], num_receivers: int, most_bytes: int) -> li
 
 
 class Bucket:
-    """The items of a stream that are gathered together. `what`: what a rank that waits for the gather does, for messages."""
+    """Gathers `items` together: `begin` starts it, `land` returns the tensors. `what`: what this rank does, for messages."""
 
     def __init__(self, items: Sequence[Item], to: Receivers, stream: SideStream, what: str) -> None:
         self._items, self._to, self._stream, self._what = items, to, stream, what

@@ -161,10 +161,10 @@ def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: An
 def _serve(
     conn: Connection, seat: Seat, make: Callable[..., Any], args: Sequence[Any], environ: dict[str, str]
 ) -> None:
-    """Run a rank process: join the group, call `make`, then call the methods of its result that the parent names through
-    `conn`. Send back (True, result) or (False, error as text) for each call; the first answer, for `make`, has the result None.
-    Never returns: ends the process when the parent closes its end of `conn`. `environ`: added to `os.environ` first, as are
-    RANK, LOCAL_RANK and WORLD_SIZE."""
+    """Run a rank process: join the group, call `make(seat, *args)`, then call a method of the object that it returned for each
+    (name, arguments) from `conn`. Answer each call by (True, result) or (False, error as text); the first answer, for `make`,
+    has the result None. Never returns: ends the process when the parent closes its end of `conn`. `environ`: added to
+    `os.environ` first, as are RANK, LOCAL_RANK and WORLD_SIZE."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills the ranks
     as_torchrun = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.num_ranks}
     os.environ.update({key: str(value) for key, value in as_torchrun.items()} | environ)  # DeepSpeed needs them

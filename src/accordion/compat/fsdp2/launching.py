@@ -31,7 +31,7 @@ def run(words: list[str]) -> int:
 
 
 def arguments(words: list[str]) -> Namespace:
-    """Return torchrun's parsed arguments to run `accordion.compat.fsdp2`, which in turn runs the program that `words` name."""
+    """Return torchrun's arguments, parsed from `words` (options, program), to run the program by `accordion.compat.fsdp2`."""
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     parser.add_argument("--nproc", dest="nproc_per_node", default=SUPPRESS)
