@@ -18,9 +18,9 @@ class SearchResult:
     """Result of a search.
 
     Args:
-        best: the fastest candidate that fits on all requested GPUs, or None.
-        fewest: the fastest candidate that fits on the smallest number of GPUs on which any fits; None if none fits, or if only
-            one number of GPUs was tried.
+        best: of the candidates that fit on all requested GPUs and are within 2 % of the fastest, that with least memory; or None.
+        fewest: the same on the smallest number of GPUs on which any candidate fits; None if none fits, or if only one number of
+            GPUs was tried.
         candidates: all configurations of the search with their figures; `why` of each says why it was not chosen.
         logs: all traced logs, by the choice that was traced.
     """
