@@ -261,7 +261,7 @@ def allocated_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
 
 
 def paged_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
-    """Return the bytes of shards of the layout `msg` if each begins at a page, as on disk and in the landing buffer."""
+    """Return the bytes of shards of the layout `msg`, each in its dtype of `dtypes`, if each begins at a page, as on disk."""
     return sum(page_aligned(c.shard_numel * dtype.itemsize) for c, dtype in zip(msg.cuts, dtypes, strict=True))
 
 

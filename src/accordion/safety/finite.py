@@ -78,8 +78,8 @@ class FiniteCheck(Observer):
 
 class OverflowSpread(Observer):
     """Observer that adds inf to the gradients that are not sharded, if the gradient shards of any rank have inf or NaN. It acts
-    after each reduce, for units in fp16, and is a collective. `torch.amp.GradScaler` reduces its flag over ranks only if the
-    first gradient is sharded; otherwise one rank might skip a step that others take."""
+    on units in fp16, by a collective at the end of each backward that reduces. `torch.amp.GradScaler` reduces its flag over
+    ranks only if the first gradient is sharded; otherwise one rank might skip a step that others take."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
