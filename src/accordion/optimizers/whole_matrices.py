@@ -293,7 +293,7 @@ class WholeStep(Optimizer):
     @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step all parameters that have a gradient on this rank. Collective. `LocalStep.step` has called the closure, if any."""
+        """Step all parameters that have a gradient on this rank. Collective. Call `current_owners` and the closure before."""
         params, owners = params_of(self), self._owners
         assert owners is not None, "`current_owners` was called before"
         # Also those without a gradient: a rank that has one would wait for this rank's rows. `StepWatch` names such ranks.

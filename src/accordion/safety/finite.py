@@ -20,8 +20,8 @@ from accordion.errors import NonFiniteError
 
 class FiniteCheck(Observer):
     """Observer that checks parameters, outputs and gradients for NaN and inf (`debug="finite"`), and raises `NonFiniteError` at
-    the end of a pass. For each unit and place, a 0-d tensor on the device becomes 1 if a value is not finite, so the host waits
-    only once a pass. Ranks visit units in the same order, so the error names the first unit whose tensor is 1 on any rank."""
+    the end of a forward or backward. For each unit and kind of tensor, a 0-d flag on the device becomes 1 if a value is not
+    finite, so the host waits only once. Ranks visit units in one order; the error names the first with a flag on any rank."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

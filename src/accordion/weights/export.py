@@ -96,7 +96,7 @@ def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[
 
 def _gathered(engine: Engine, values: Mapping[str, Any], scratch: Path | None, team: Team) -> dict[str, Tensor]:
     """Gather `values`, one by one, into files in `scratch`: a folder on the first rank, None on others. Return name -> tensor,
-    mapped from its file, so the system can evict it; {} on others. Collective. Raises `CheckpointError` on all ranks."""
+    mapped from the file, so that it can be evicted; {} on others. Collective. If a write fails, all raise `CheckpointError`."""
 
     def in_file(value: Any, index: int) -> Any:
         if scratch is None or not isinstance(value, Tensor) or not value.numel():
