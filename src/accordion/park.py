@@ -38,9 +38,9 @@ class Move(NamedTuple):
 
 
 class ParkedModel(Observer):
-    """The tensors of a model and its optimizer that `park` moves, without those of offloaded parameters. While they are off the
-    device, this `Observer` raises `UsageError` in forwards, backwards and gradient clipping. `tensors`: the tensors on the
-    device, which `leave` moves; empty after that. `sizes`: bytes of each allocation on the device that `leave` frees."""
+    """The tensors of a model and its optimizer, without those of offloaded parameters, that `leave` moves off the device and
+    `come_back` moves back. The caller attaches this `Observer` in between; it raises `UsageError` in forwards, backwards and
+    gradient clipping. `tensors`: those on the device; empty after `leave`. `sizes`: bytes of each allocation `leave` frees."""
 
     # A tensor off the device takes the place of each one on it, so that state dicts and saves need to know nothing. The flat
     # buffers of shards stay the same storages, without memory, because gathers have views of them.

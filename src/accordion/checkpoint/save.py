@@ -152,7 +152,8 @@ class SaveJob:
 
 
 def form_of(saved_once: Contents, team: Team, extra: Json) -> Manifest:
-    """Return the manifest of a save, with all tensors but without files and chunks, which are not known yet. `extra`: as JSON."""
+    """Return the manifest of a save, without files and chunks, which are not known yet. `saved_once`: all that is saved, except
+    what each rank saves for itself. `extra`: encoded by `encode`."""
     tensors = {
         name: TensorEntry(
             dtype=code_of(name, tensor.dtype), shape=tuple(tensor.shape), placements=placement_words(tensor), chunks=()

@@ -149,8 +149,8 @@ class Group(ABC):
 
     @abstractmethod
     def gather(self) -> Transfer | None:
-        """Begin to gather the full parameters into their memory, which this allocates; return the transfer. Return None if the
-        shards are the full parameters. Call `landed` later."""
+        """Allocate memory for the full parameters and begin to gather them; return the transfer. Return None if the shards are
+        the full parameters. Call `landed` when the compute stream waits for the transfer, or after an error."""
 
     @abstractmethod
     def landed(self) -> None:

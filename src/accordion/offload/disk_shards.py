@@ -107,9 +107,8 @@ class DiskShards(OffDeviceShards):
         return None
 
     def begin_read(self, version: int) -> None:
-        """Start reading the rows, at `version` of the shards, from the file into the staging buffer, on threads. Do nothing if
-        that was done and no other unit had the buffer since. First copy changed shards into the rows, and wait until earlier
-        uses of the buffer have ended."""
+        """Start reading the rows from the file into the staging buffer, on threads, unless it has `version` of the shards.
+        Before that, copy changed shards into their rows in the file, and wait until earlier uses of the buffer have ended."""
         self.settle(version)
         times = self._staging_buffer.claim(self._unit)
         if self._staged == (times, version):

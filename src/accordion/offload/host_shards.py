@@ -256,12 +256,12 @@ class HostShards(OffDeviceShards):
 
 
 def allocated_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
-    """Return the bytes that shards of the layout `msg` take from an arena, with one flat buffer for each dtype in `dtypes`."""
+    """Return the bytes of shards of the layout `msg`, each in its dtype of `dtypes`, in an arena: a flat buffer per dtype."""
     return sum(page_aligned(part.shard_numel * dtype.itemsize) for dtype, _, part in flats_of(msg, dtypes))
 
 
 def paged_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
-    """Return the bytes of shards of the layout `msg` if each begins at a page, as on disk and in the landing buffer."""
+    """Return the bytes of shards of the layout `msg`, each in its dtype of `dtypes`, if each begins at a page, as on disk."""
     return sum(page_aligned(c.shard_numel * dtype.itemsize) for c, dtype in zip(msg.cuts, dtypes, strict=True))
 
 

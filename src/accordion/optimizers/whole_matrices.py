@@ -293,7 +293,7 @@ class WholeStep(Optimizer):
     @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step all parameters that have a gradient on this rank. Collective. `LocalStep.step` has called the closure, if any."""
+        """Step all parameters that have a gradient on this rank. Collective. Call `current_owners` and the closure before."""
         params, owners = params_of(self), self._owners
         assert owners is not None, "`current_owners` was called before"
         # Also those without a gradient: a rank that has one would wait for this rank's rows. `StepWatch` names such ranks.
@@ -486,8 +486,8 @@ def _described(tree: Any, tensors: list[Tensor]) -> Any:
 
 
 def _in_rows(tree: Any, matrix: Matrix, p: DTensor, own: Iterator[Tensor]) -> Any:
-    """Return the state of `p` from `tree`, a result of `_described`, with DTensors of rows in place of descriptions. `own`: on
-    the owner of `matrix`, the whole tensors in the order of `tree`. Collective."""
+    """Return the state of `p` from `tree`, a result of `_described`: 0-d tensors as they were, others as DTensors of rows.
+    `own`: on the owner of `matrix`, these others as whole tensors, in the order of `tree`. Collective."""
     if isinstance(tree, dict):
         return {key: _in_rows(value, matrix, p, own) for key, value in tree.items()}
     if not (isinstance(tree, tuple) and tree[:1] == (TENSOR,)):

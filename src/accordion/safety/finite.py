@@ -20,8 +20,8 @@ from accordion.errors import NonFiniteError
 
 class FiniteCheck(Observer):
     """Observer that checks parameters, outputs and gradients for NaN and inf (`debug="finite"`), and raises `NonFiniteError` at
-    the end of a pass. For each unit and place, a 0-d tensor on the device becomes 1 if a value is not finite, so the host waits
-    only once a pass. Ranks visit units in the same order, so the error names the first unit whose tensor is 1 on any rank."""
+    the end of a forward or backward. For each unit and kind of tensor, a 0-d flag on the device becomes 1 if a value is not
+    finite, so the host waits only once. Ranks visit units in one order; the error names the first with a flag on any rank."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -78,8 +78,8 @@ class FiniteCheck(Observer):
 
 class OverflowSpread(Observer):
     """Observer that adds inf to the gradients that are not sharded, if the gradient shards of any rank have inf or NaN. It acts
-    after each reduce, for units in fp16, and is a collective. `torch.amp.GradScaler` reduces its flag over ranks only if the
-    first gradient is sharded; otherwise one rank might skip a step that others take."""
+    on units in fp16, by a collective at the end of each backward that reduces. `torch.amp.GradScaler` reduces its flag over
+    ranks only if the first gradient is sharded; otherwise one rank might skip a step that others take."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

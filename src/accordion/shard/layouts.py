@@ -20,10 +20,10 @@ from accordion.shard.topology import device_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """Mesh and placements of a sharded parameter, and `cut`, which divides its local tensor over the last axis of `over`.
-    `over`: the part of `mesh` with the data-parallel axes, one or two. `rank`: this process's index on that last axis, which
-    selects its rows in `cut`. `around`: makes the DTensor that modules see from the gathered tensor, if the
-    parameter was a DTensor before `shard`; otherwise None."""
+    """Mesh and placements of a sharded parameter, and its division into rows. `over`: the part of `mesh` with the data-parallel
+    axes, one or two. `cut`: the division over the last of these axes, on which `rank` is this process's index; what is divided
+    is the parameter, or its local tensor if it was a DTensor before `shard`. `around`: for such a DTensor, makes the DTensor
+    that modules see from the gathered tensor; otherwise None."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -39,8 +39,8 @@ def local_part(param: nn.Parameter) -> Tensor:
 
 
 def layout_of(param: Any, c: Cut, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """Return the layout of `param`, cut by `c`, over `mesh` with `placements`. If `param` is a DTensor, the axes of its own
-    mesh and its own placements are appended."""
+    """Return the layout of `param` over `mesh`, the data-parallel axes, with `placements`. If `param` is a DTensor, its axes
+    and placements are appended. `c`: the division of `local_part(param)` over the last axis of `mesh`."""
     rank = mesh.get_local_rank(mesh.ndim - 1)
     if not isinstance(param, DTensor):
         return Layout(mesh, tuple(placements), c, rank, mesh)

@@ -96,8 +96,8 @@ def state_on_disk(model: nn.Module, folder: str | os.PathLike[str]) -> Iterator[
 
 
 def _gathered(engine: Engine, values: Mapping[str, Any], scratch: Path | None, team: Team) -> dict[str, Tensor]:
-    """Gather tensors one by one, tied ones once, into files in `scratch`. Return name -> tensor; {} if `scratch` is None.
-    Collective. A failed write raises `CheckpointError` on all ranks. Files are mapped, so the system can evict their pages."""
+    """Gather `values`, one by one, into files in `scratch`: a folder on the first rank, None on others. Return name -> tensor,
+    mapped from the file, so that it can be evicted; {} on others. Collective. If a write fails, all raise `CheckpointError`."""
 
     def in_file(value: Any, index: int) -> Any:
         if scratch is None or not isinstance(value, Tensor) or not value.numel():

@@ -52,7 +52,7 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """Rank, device and settings of one rank process. `port`: port on 127.0.0.1 of the parent process's `TCPStore`."""
+    """Rank, device and `World` of one rank process. `port`: port on 127.0.0.1 of the parent process's `TCPStore`."""
 
     rank: int
     device: torch.device
