@@ -20,7 +20,7 @@ from accordion.plan.replay.peak import peak_of
 from accordion.plan.replay.predict import log_of
 from accordion.plan.replay.timeline import StreamClock
 from accordion.plan.result import Plan
-from accordion.plan.search.traces import Family, UnlikeError
+from accordion.plan.search.traces import Family, UnequalEventsError
 from accordion.plan.trace.depth import num_traced
 from accordion.plan.trace.trace import trace
 from tests.plan import builders
@@ -119,7 +119,7 @@ def test_other_micro_batches_are_a_straight_line_between_traces():
     derived, wanted = peak_of(Family((1, one), (2, two)).at(4)), peak_of(four)
     assert derived.num_bytes == pytest.approx(wanted.num_bytes, rel=1e-3)
     assert derived.operator == wanted.operator
-    with pytest.raises(UnlikeError):
+    with pytest.raises(UnequalEventsError):
         Family((1, one), (2, replace(two, events=two.events[:-1])))
 
 

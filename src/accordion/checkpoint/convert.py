@@ -30,7 +30,7 @@ from accordion.checkpoint.storage.local import Local
 from accordion.checkpoint.untrusted_files import (
     HF_INDEX,
     HF_SINGLE,
-    Foreign,
+    ForeignModel,
     check_quantised,
     of_safetensors,
     of_torch_file,
@@ -52,7 +52,7 @@ CAST_ELEMENTS = 2**20  # cast at once, because a cast of the whole tensor would 
 PLAIN = {"format": "pt"}  # metadata that transformers requires
 
 
-def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Foreign:
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> ForeignModel:
     """Write a checkpoint to `target` from a source of another format; return the source's kind, tensors and keys left out. An
     older checkpoint at `target` is replaced; on remote storage the call raises `CheckpointError` instead.
 
@@ -81,7 +81,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> F
     return foreign
 
 
-def _open_source(path: Path) -> Foreign:
+def _open_source(path: Path) -> ForeignModel:
     """Return the model in `path`, a file or folder of another format. Raises `UsageError` for an unknown format or quantised
     weights, `CheckpointError` if `path` is damaged, holds no tensors, or is not safe to read."""
     if (path / DCP_METADATA).is_file():

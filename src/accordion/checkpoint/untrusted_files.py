@@ -180,7 +180,7 @@ def check_names(names: Iterable[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
+class ForeignModel:
     """The model in a file or folder of another format."""
 
     kind: str  # "safetensors" or "torch.save"
@@ -200,7 +200,7 @@ def check_unique(names: Mapping[Any, str]) -> None:
     check_names(first)
 
 
-def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
+def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> ForeignModel:
     """Return the model in safetensors files, memory-mapped. `tensors`: name -> (path of its file, tensor). Raises
     `CheckpointError` if two names are equal without the prefixes of wrappers, or a name is not valid Unicode."""
     plain = plain_names(tensors)
@@ -209,10 +209,10 @@ def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> Foreign:
     for path in dict.fromkeys(path for path, _ in tensors.values()):
         with safe_open(path, framework="pt") as file:
             ours |= {f"model/{plain[key]}": file.get_tensor(key) for key, (at, _) in tensors.items() if at == path}
-    return Foreign(kind="safetensors", tensors=ours)
+    return ForeignModel(kind="safetensors", tensors=ours)
 
 
-def of_torch_file(path: Path) -> Foreign:
+def of_torch_file(path: Path) -> ForeignModel:
     """Return the model in a file of `torch.save`, memory-mapped. The file holds a state dict, or a dict that has one under a key
     such as "model" or "state_dict". Raises `CheckpointError` if the file is damaged, older than torch 1.6, holds no dict or a
     tensor that is not plain, or names code to run."""
@@ -243,7 +243,7 @@ def of_torch_file(path: Path) -> Foreign:
             check_unique({key: plain_of[str(key)] for key in tensors})
     ours = {f"model/{plain_of[str(key)]}": tensor.resolve_conj().resolve_neg() for key, tensor in tensors.items()}
     left += [str(key) for key in state if key not in tensors]
-    return Foreign(kind="torch.save", tensors=ours, left=tuple(left))
+    return ForeignModel(kind="torch.save", tensors=ours, left=tuple(left))
 
 
 def _check_archive(file: BinaryIO) -> None:

@@ -126,7 +126,7 @@ class Recorder(Observer):
 
     def _transfer(self, lane: str, *args: Any) -> Transfer:
         """Return a new transfer on the side stream `lane`, recorded if a step is being recorded. `args`: those of `Transfer`."""
-        return Transfer(*args) if self.log is None else _Recorded(self, self.log, lane, *args)
+        return Transfer(*args) if self.log is None else _RecordedTransfer(self, self.log, lane, *args)
 
     def detach(self) -> None:
         """Stop recording, and restore the side streams. Keep a step under way if its optimizer has stepped, otherwise drop it."""
@@ -355,7 +355,7 @@ def _spans_of(log: StepLog, clock: HostClock, start_us: float) -> Iterator[Trace
 # -- side streams
 
 
-class _Recorded(Transfer):
+class _RecordedTransfer(Transfer):
     """A transfer that records two spans: in `log`, its time on the side stream `lane`; through `recorder`, the compute stream's
     wait for it. `args`: those of `Transfer`. The unit of both spans is the number after "unit" in its name in messages."""
 

@@ -31,7 +31,7 @@ BITSANDBYTES_BLOCK = 256  # elements of a block in all its 8-bit optimizers
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class FullShape:
     """Shape of a full parameter, whose rows an optimizer steps. `id`: `id()` of its DTensor, a key in bitsandbytes' options."""
 
     id: int
@@ -45,7 +45,7 @@ class LowBitStates(Optimizer):
     loaded on another number of ranks. In the list of base classes a mixin comes after `LocalStep`."""
 
     REMEDY: str  # for blocks that no rank can hold whole, as the end of a sentence
-    _whole: dict[Tensor, Whole]  # in a step its keys are local tensors, as in all attributes of the optimizer
+    _whole: dict[Tensor, FullShape]  # in a step its keys are local tensors, as in all attributes of the optimizer
 
     @staticmethod
     def block_of(optimizer: Any, group: int, index: int) -> int:
@@ -68,7 +68,9 @@ class LowBitStates(Optimizer):
 
     def keep_whole_shapes(self) -> None:
         """Record in `_whole` the shape of each sharded parameter, since a step sees local tensors in place of the parameters."""
-        self._whole = {p: Whole(id(p), p.shape, bool(_splits(p))) for p in params_of(self) if isinstance(p, DTensor)}
+        self._whole = {
+            p: FullShape(id(p), p.shape, bool(_splits(p))) for p in params_of(self) if isinstance(p, DTensor)
+        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -20,7 +20,7 @@ from accordion.plan.trace import fsdp2
 from accordion.plan.trace.experts import EVENLY, check_experts
 from accordion.plan.trace.sequence import check_sequence, sequences_for
 from accordion.plan.trained_models import ATTENTIONS
-from accordion.plan.workload import LARGEST_TOKENS, Trained, Workload, trained
+from accordion.plan.workload import LARGEST_TOKENS, TraceableModel, Workload, trained
 from accordion.sharding import Sharding
 from accordion.units import choose_units, only_blocks
 
@@ -138,7 +138,7 @@ def _can_share_sequences(workload: Workload, search: Search) -> bool:
     return isinstance(workload.model, str) and workload.engine == "accordion" and search.expert_parallel == 1
 
 
-def _space(workload: Workload, cluster: Cluster, base: Sharding, search: Search, task: Trained) -> Space:
+def _space(workload: Workload, cluster: Cluster, base: Sharding, search: Search, task: TraceableModel) -> Space:
     choose_units(task.model, base.units)  # raises for names that the model lacks, before anything is traced
     dtypes, master_dtype = {p.dtype for p in task.model.parameters()}, (base.precision or Precision()).master_dtype
     if workload.engine == "fsdp2" and base.units is None:

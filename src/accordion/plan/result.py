@@ -22,7 +22,7 @@ from accordion.plan.replay.timeline import by_kind, by_unit
 from accordion.plan.search.evaluate import HOST_MARGIN, Candidate
 from accordion.plan.search.search import SearchResult, closest, unsettled
 from accordion.plan.search.space import Space
-from accordion.plan.workload import Trained, Workload
+from accordion.plan.workload import TraceableModel, Workload
 from accordion.sharding import PRINTERS, Sharding
 from accordion.units import AUTO
 from accordion.version import VERSION
@@ -63,7 +63,7 @@ class Plan:
         found: all candidates (configurations with their memory and time); its `best` is None if none fits on all GPUs.
     """
 
-    task: Trained
+    task: TraceableModel
     workload: Workload
     space: Space
     found: SearchResult

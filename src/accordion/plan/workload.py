@@ -67,7 +67,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class TraceableModel:
     """A workload's model, ready to be traced.
 
     Args:
@@ -87,7 +87,7 @@ class Trained:
     vocab: int = 0
 
 
-def trained(workload: Workload) -> Trained:
+def trained(workload: Workload) -> TraceableModel:
     """Return a workload's model on the meta device, with its loss and batches; a module is copied. Raises `UsageError` if the
     model cannot be planned, for example because its configuration cannot be read, or because a parameter is a DTensor."""
     if isinstance(workload.model, str):
@@ -95,7 +95,7 @@ def trained(workload: Workload) -> Trained:
         where = f"model {name!r}"
         config = configuration(name, seq)
         model = trained_model(config, where, kernels)
-        return Trained(
+        return TraceableModel(
             name=name,
             model=model,
             subject_for=partial(language_subject, config, where, seq=seq, kernels=kernels),
@@ -112,7 +112,7 @@ def trained(workload: Workload) -> Trained:
             "Experts are spread by expert_parallel."
         )
     subject = subject_of(plain, workload.loss, workload.batch)
-    return Trained(
+    return TraceableModel(
         name=type(plain).__name__,
         model=on_meta(plain),
         subject_for=lambda size: subject,

@@ -21,7 +21,7 @@ from accordion.units import Owned
 def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
     """Replace parameter `o`, in all modules that read it, by a DTensor of this rank's rows `local`, and return the DTensor. It
     takes over Python attributes, gradient hooks and `grad_dtype`. The old parameters lose their data, and their class becomes
-    `Moved`; tensor subclasses keep both."""
+    `ReplacedParameter`; tensor subclasses keep both."""
     shape = o.original.shape
     stride = torch.empty(shape, device="meta").stride()
     # With a local tensor on the meta device, because others are moved to the mesh's device, and rows may be on the host.
@@ -38,7 +38,7 @@ def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequenc
     for original in (o.original, *o.others):
         if type(original.data) is torch.Tensor:
             original.data = original.data.new_empty(0)
-            original.__class__ = Moved
+            original.__class__ = ReplacedParameter
         vars(original)["moved_to"] = sharded
     return sharded
 
@@ -53,7 +53,7 @@ def replace_by_subclass(
     return sharded
 
 
-class Moved(nn.Parameter):
+class ReplacedParameter(nn.Parameter):
     """Class of the old parameters that `shard` has replaced. A read of `.grad` raises `UsageError`, so that an optimizer that
     still has such a parameter fails at its first step or zero_grad. `moved_to`: the sharded parameter."""
 

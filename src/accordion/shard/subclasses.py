@@ -109,20 +109,20 @@ def extended_groups(
     `place`: index and name of the unit. `policy`: `mp_policy` of the all-gather methods; None: made from `precision`."""
     if policy is None and params_of_unit:
         policy = MixedPrecisionPolicy(precision.params, precision.reduce, precision.output, precision.cast_inputs)
-    by_dtype: dict[torch.dtype, list[Extended]] = {}
+    by_dtype: dict[torch.dtype, list[SubclassParam]] = {}
     for o, c in params_of_unit:
         local = _torch.local_of(o.original)
         was_set, asked = _torch.asked_grad_dtype(o.original)
         param = Param(o.names[0], o.places, c, local.dtype, o.original.requires_grad, asked if was_set else local.dtype)
         param.sharded = o.original
         dtype = precision.compute_dtype(local.dtype)
-        extended = Extended(param, dtype, context, mesh, policy)
-        param.extension = extended.shown
-        by_dtype.setdefault(dtype, []).append(extended)
+        subclass_param = SubclassParam(param, dtype, context, mesh, policy)
+        param.extension = subclass_param.shown
+        by_dtype.setdefault(dtype, []).append(subclass_param)
     return [_SubclassGroup(context, members, precision, dtype, place) for dtype, members in by_dtype.items()]
 
 
-class Extended:
+class SubclassParam:
     """One parameter that is a tensor subclass: its gathers by `begin` and `end`, the tensors `gathered` from all ranks, and
     `seen`, the tensor that the subclass makes of them for the modules."""
 
@@ -189,9 +189,9 @@ class _Shown(torch.autograd.Function):
     """Autograd function that returns the subclass's tensor in place of `view`, and passes the gradient on to `view`."""
 
     @staticmethod
-    def forward(ctx: Any, view: Tensor, extended: Extended) -> Tensor:
-        assert extended.seen is not None, "the parameter has been gathered"
-        return extended.seen.detach()
+    def forward(ctx: Any, view: Tensor, subclass_param: SubclassParam) -> Tensor:
+        assert subclass_param.seen is not None, "the parameter has been gathered"
+        return subclass_param.seen.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -212,20 +212,20 @@ class _SubclassGather(Transfer):
 class _SubclassBuffers:
     """The memory of a group's full subclass parameters: gathered tensors, and inner tensors made of them. `close` frees it."""
 
-    def __init__(self, extended: list[Extended]) -> None:
-        self._extended, self.views = extended, [e.view for e in extended]
+    def __init__(self, subclass_params: list[SubclassParam]) -> None:
+        self._params, self.views = subclass_params, [e.view for e in subclass_params]
         self.flat = torch.empty(0, device="cpu")  # its version never changes: subclasses do not count writes
 
     @property
     def num_bytes(self) -> int:
-        return sum(full.numel() * full.itemsize for e in self._extended for full in e.gathered)
+        return sum(full.numel() * full.itemsize for e in self._params for full in e.gathered)
 
     @property
     def storage_keys(self) -> list[int]:
-        return [_torch.storage_key(full.untyped_storage()) for e in self._extended for full in (*e.gathered, *e.inner)]
+        return [_torch.storage_key(full.untyped_storage()) for e in self._params for full in (*e.gathered, *e.inner)]
 
     def close(self) -> None:
-        for full in [full for e in self._extended for full in (*e.gathered, *e.inner)]:
+        for full in [full for e in self._params for full in (*e.gathered, *e.inner)]:
             full.untyped_storage().resize_(0)
 
 
@@ -235,30 +235,31 @@ class _SubclassGroup(Group):
     def __init__(
         self,
         context: ShardingContext,
-        extended: list[Extended],
+        subclass_params: list[SubclassParam],
         precision: Precision,
         dtype: torch.dtype,
         place: tuple[int, str],
     ) -> None:
-        planned = GroupPlan([e.param for e in extended], dtype, precision.reduce_dtype(dtype))
+        planned = GroupPlan([e.param for e in subclass_params], dtype, precision.reduce_dtype(dtype))
         super().__init__(context, planned, place)
-        self._extended = extended
-        self.message = message([e.param.cut for e in extended], dtype.itemsize, num_flags=1)
+        self._params = subclass_params
+        self.message = message([e.param.cut for e in subclass_params], dtype.itemsize, num_flags=1)
         self.shard_buffer = ShardBuffer()  # the rows are separate tensors
         self.shard_buffer.dtype = self.shard_buffer.pack_row = None
         self.shard_buffer.padded, self.shard_buffer.flats = [], []
-        self.shard_buffer.locals, self.shard_buffer.tag = [e.local for e in extended], torch.zeros(1, device="cpu")
-        self.full_buffer = _SubclassBuffers(extended)
+        self.shard_buffer.locals = [e.local for e in subclass_params]
+        self.shard_buffer.tag = torch.zeros(1, device="cpu")
+        self.full_buffer = _SubclassBuffers(subclass_params)
         self.views = self.full_buffer.views
 
     def gather(self) -> Transfer | None:
         self.filled, axis = self.version(), self.context.shard
         with torch.no_grad():
-            begun = [e.begin() for e in self._extended]
+            begun = [e.begin() for e in self._params]
         # `data` has its own version counter: a graph may have saved a subclass that shares the gathered memory.
         pairs = [
             (full.data, part)
-            for e, (sent, _) in zip(self._extended, begun, strict=True)
+            for e, (sent, _) in zip(self._params, begun, strict=True)
             for full, part in zip(e.gathered, sent, strict=True)
         ]
 
@@ -271,7 +272,7 @@ class _SubclassGroup(Group):
 
         def end() -> None:
             with torch.no_grad():
-                for e, (_, metadata) in zip(self._extended, begun, strict=True):
+                for e, (_, metadata) in zip(self._params, begun, strict=True):
                     e.end(metadata)
 
         transfer = _SubclassGather(self.context.gather_stream, steps(), [pairs], f"gathers {self.place}")

@@ -32,7 +32,7 @@ FLEETING = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class UnreadStep:
     """A step whose metrics the host has not read yet, with its inputs, so that the step can be repeated."""
 
     step: int
@@ -52,7 +52,7 @@ class Steps:
     def __init__(self, run: Run, saves: RunSaves, record: Callable[[StepMetrics], None]) -> None:
         """`record`: called with the metrics of each step, in order. `saves`: waited for before a `NonFiniteError`."""
         self._run, self._saves, self._record = run, saves, record
-        self._unread: Taken | None = None
+        self._unread: UnreadStep | None = None
         self._recorded_s = 0.0
 
     def take(self, step: int) -> None:
@@ -76,7 +76,7 @@ class Steps:
         dist.all_reduce(sums)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         figures = HostCopy([sums, most, run.scaler.scale(torch.ones((), device=run.device))])
-        self._unread = Taken(step=step, lr=lr, began_s=began_s, seen=seen, drawn=drawn, figures=figures)
+        self._unread = UnreadStep(step=step, lr=lr, began_s=began_s, seen=seen, drawn=drawn, figures=figures)
         if run.decides_on_device:
             _step_if_finite(run.optimizer, sums)
             run.scaler.update()
@@ -89,18 +89,18 @@ class Steps:
         optimizer step unless the device has, and update learning rates and averaged weights. Otherwise repeat the step to find
         the cause, and zero the gradients. Returns False if the step was repeated, else True. Collective. Raises
         `NonFiniteError` if the run has to end."""
-        taken, self._unread = self._unread, None
-        if taken is None:
+        unread, self._unread = self._unread, None
+        if unread is None:
             return True
         run, work = self._run, self._run.prepared.work
-        (loss_sum, norm_sum), (peak, wish), scale = taken.figures.read()  # waits for the device
+        (loss_sum, norm_sum), (peak, wish), scale = unread.figures.read()  # waits for the device
         run.ending.decide(wish)
         loss, norm = loss_sum / run.place.world, norm_sum / run.place.world
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if is_finite:
             run.skips.in_row = 0
         else:
-            self._leave_out(taken, f"loss {loss}, gradient norm {norm}", scale)
+            self._leave_out(unread, f"loss {loss}, gradient norm {norm}", scale)
             run.optimizer.zero_grad()
         if not run.decides_on_device:
             if is_finite:
@@ -113,13 +113,13 @@ class Steps:
             if run.ema is not None:
                 run.ema.update()
         now_s = time.perf_counter()
-        step_s, self._recorded_s = now_s - max(taken.began_s, self._recorded_s), now_s
-        speed: dict[str, Any] = {f"{work.counted}_per_s": work.num_counted(run.share, taken.seen) / step_s}
+        step_s, self._recorded_s = now_s - max(unread.began_s, self._recorded_s), now_s
+        speed: dict[str, Any] = {f"{work.counted}_per_s": work.num_counted(run.share, unread.seen) / step_s}
         metrics = StepMetrics(
-            step=taken.step,
+            step=unread.step,
             loss=loss,
             grad_norm=norm,
-            lr=taken.lr,
+            lr=unread.lr,
             step_s=step_s,
             peak_bytes=peak,
             skipped=not is_finite,
@@ -128,35 +128,35 @@ class Steps:
         self._record(metrics)
         return is_finite
 
-    def _leave_out(self, taken: Taken, figures: str, scale: float) -> None:
+    def _leave_out(self, unread: UnreadStep, figures: str, scale: float) -> None:
         """Repeat a nonfinite step at scale 1 to find the source of NaN or inf, and report that the step is skipped. With a
         gradient scaler, a step that is finite at scale 1 counts as an overflow. `figures`: text with loss and norm. `scale`:
         the scaler's. Raises `NonFiniteError` if `train.on_nonfinite` allows no more skipped steps."""
         run, after = self._run, RandomState().state_dict()
         run.optimizer.zero_grad()
-        where = _source_of(run, taken, figures)
+        where = _source_of(run, unread, figures)
         RandomState().load_state_dict(after)
         if where is None and run.scaler.is_enabled():
             run.skips.total += 1
-            run.screen.note(f"step {taken.step} is skipped: gradients overflowed at scale {scale:g}, which is lowered")
+            run.screen.note(f"step {unread.step} is skipped: gradients overflowed at scale {scale:g}, which is lowered")
             return
         try:
-            run.screen.note(run.skips.nonfinite(taken.step, where or f"{figures}; {FLEETING}."))
+            run.screen.note(run.skips.nonfinite(unread.step, where or f"{figures}; {FLEETING}."))
         except NonFiniteError:
             self._saves.settle()
             raise
 
 
-def _source_of(run: Run, taken: Taken, figures: str) -> str | None:
+def _source_of(run: Run, unread: UnreadStep, figures: str) -> str | None:
     """Repeat forwards and backwards of a step with its random numbers. Return text that names where NaN or inf first appears,
     equal on all ranks; None if all values are finite this time. Collective. `figures`: beginning of the text."""
     engine = engine_of(run.model)
     assert engine is not None, "the main job shards its model"
     check = FiniteCheck(engine)
     engine.observers.attach(check)
-    RandomState().load_state_dict(taken.drawn)
+    RandomState().load_state_dict(unread.drawn)
     try:
-        _backward(run, taken.seen, _finite_everywhere)
+        _backward(run, unread.seen, _finite_everywhere)
         norm = clip_grad_norm_(run.model, math.inf)
         dist.all_reduce(norm)
         if not math.isfinite(float(norm)):
@@ -191,21 +191,21 @@ def _step_if_finite(optimizer: Any, sums: Tensor) -> None:
 def _backward(run: Run, batches: list[Any], scale: Callable[[Tensor], Any]) -> Tensor:
     """Run forward and backward of `batches`, a step's micro-batches. `scale(loss)` returns the value whose backward is run.
     Returns this rank's unscaled loss, 0-d and detached; the mean over ranks is the loss of the step. Collective."""
-    loss, counted = torch.zeros((), device=run.device), Counted(run.share.accumulate, run.place.world)
+    loss, mean_loss = torch.zeros((), device=run.device), MeanLoss(run.share.accumulate, run.place.world)
     for i, batch in enumerate(batches):
         is_summed_later = run.sums_locally and i + 1 < len(batches)
         with no_sync(run.model) if is_summed_later else nullcontext():
-            mean = counted.mean_of(run.prepared.work.loss(run.model, batch))
+            mean = mean_loss.mean_of(run.prepared.work.loss(run.model, batch))
             torch.autograd.backward(scale(mean))
         loss += mean.detach()
-    left = counted.left()
+    left = mean_loss.left()
     if left is not None:
         scale_gradients(run.model, left)
         loss *= left
     return loss
 
 
-class Counted:
+class MeanLoss:
     """Turns the (sum, count) losses of a step into the mean over all micro-batches of all ranks. The total count is known only
     after the last forward, but backwards must not wait for it. So all sums are divided by the count that results if every
     micro-batch is like the first, and gradients are multiplied by `left()` at the end."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from accordion import _torch
-from accordion.compat.fsdp2.asked import PlacementRule, asked_of, modules_of
+from accordion.compat.fsdp2.arguments import PlacementRule, checked_arguments, modules_of
 from accordion.compat.fsdp2.cutting import cut_parameters
 from accordion.compat.fsdp2.lazy import Part, part_of
 from accordion.compat.fsdp2.module import (
@@ -86,8 +86,8 @@ def fully_shard(
     Raises `UsageError`, a ValueError, if an argument or a parameter is not supported.
     """
     modules = modules_of(module)
-    asked = asked_of(mesh, dp_mesh_dims, reshard_after_forward, mp_policy, offload_policy, ignored_params)
-    part = Part(modules, asked)
+    arguments = checked_arguments(mesh, dp_mesh_dims, reshard_after_forward, mp_policy, offload_policy, ignored_params)
+    part = Part(modules, arguments)
     cut_parameters(part, shard_placement_fn)
     for m in modules:
         kind: Any = type(m)
@@ -95,7 +95,7 @@ def fully_shard(
         _torch.mark_fully_sharded(m)
         m.register_state_dict_pre_hook(before_state_dict)
         m.register_load_state_dict_pre_hook(before_load)
-        if asked.mesh.device_type != "cpu":
+        if arguments.mesh.device_type != "cpu":
             m.register_forward_pre_hook(inputs_to_device, with_kwargs=True)
     return module
 

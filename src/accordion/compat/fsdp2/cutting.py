@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from accordion import _torch
-from accordion.compat.fsdp2.asked import PlacementRule, placed_by
+from accordion.compat.fsdp2.arguments import PlacementRule, placed_by
 from accordion.compat.fsdp2.lazy import Part, parts_below
 from accordion.engine.layout import Cut
 from accordion.errors import UsageError
@@ -31,8 +31,8 @@ def cut_parameters(part: Part, rule: PlacementRule | None) -> None:
     others = [top for p in parts_below(modules) if p is not part for top in p.alive()]
     others += [m for m in root.modules() if "replicate" in _torch.composed_with(m)]
     below = {id(m) for top in others for m in top.modules()}
-    device = device_of(part.asked.mesh)
-    stored_on = torch.device("cpu") if part.asked.sharding.offload.offloads else device
+    device = device_of(part.arguments.mesh)
+    stored_on = torch.device("cpu") if part.arguments.sharding.offload.offloads else device
     with torch.no_grad(), torch.inference_mode(False):
         try:
             owned = list(_uncut(part, root, below))
@@ -64,7 +64,7 @@ def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
     modules with ids in `below`, which inner calls shard. Raises `UsageError` if one is tied to a parameter of another call."""
     for o in owned_parameters(root, {}):
         places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
-        if not places or o.original in part.asked.ignored:
+        if not places or o.original in part.arguments.ignored:
             continue
         if len(places) < len(o.places) or "moved_to" in vars(o.original):
             raise UsageError(
@@ -80,8 +80,8 @@ def _layout(part: Part, o: Owned, rule: PlacementRule | None) -> Layout:
     named axes, and no name in common; otherwise raises `UsageError` too."""
     name = o.names[0]
     param: Any = o.original
-    tensor, (dim, mesh) = local_part(param), placed_by(rule, part.asked.mesh, param)
-    check_tensor(name, tensor, offloads=part.asked.sharding.offload.offloads)
+    tensor, (dim, mesh) = local_part(param), placed_by(rule, part.arguments.mesh, param)
+    check_tensor(name, tensor, offloads=part.arguments.sharding.offload.offloads)
     if isinstance(param, DTensor):
         inner, names, outer = param.device_mesh, param.device_mesh.mesh_dim_names, mesh.mesh_dim_names
         if inner == mesh or (names is not None and outer is not None and set(names) & set(outer)):

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from accordion import _torch
-from accordion.compat.fsdp2.asked import PART, Asked
+from accordion.compat.fsdp2.arguments import PART, FullyShardArguments
 from accordion.engine.calls import transform_error
 from accordion.engine.context import ShardingContext
 from accordion.engine.engine import Engine
@@ -99,11 +99,11 @@ class Part:
     constructor stores the part in its modules, removes the engines of parts inside them, and registers hooks with which the
     next forward builds an engine."""
 
-    def __init__(self, modules: Sequence[nn.Module], asked: Asked) -> None:
+    def __init__(self, modules: Sequence[nn.Module], arguments: FullyShardArguments) -> None:
         self.modules = [weakref.ref(m) for m in modules]
-        self.asked, self.settings = asked, PartSettings()
+        self.arguments, self.settings = arguments, PartSettings()
         self.layouts: dict[tuple[int, str], Layout] = {}  # of each sharded parameter, by (id of the module, attribute)
-        self.unit_policy = UnitPolicy(keep=asked.keep, on_convert=weakly(self.dissolve))
+        self.unit_policy = UnitPolicy(keep=arguments.keep, on_convert=weakly(self.dissolve))
         self.ahead: dict[Phase, list[weakref.ref[Part]]] = {}  # parts to prefetch in each phase
         self.context: ShardingContext | None = None
         self.shares: weakref.ref[Part] | None = None  # the part whose streams and communicators are used
@@ -152,11 +152,11 @@ class Part:
         """Return the context (streams, communicators) for engines of this part: that of the part `shares` if both meshes are
         equal, else this part's own. Collective the first time, because communicators are created."""
         source = None if self.shares is None else self.shares()
-        mesh = self.asked.mesh
-        if source is not None and source.asked.mesh == mesh:
+        mesh = self.arguments.mesh
+        if source is not None and source.arguments.mesh == mesh:
             return source.wired()
         if self.context is None:
-            self.context = wire(mesh, self.asked.sharding.strategy, 1.0 / mesh.size(), late=False)
+            self.context = wire(mesh, self.arguments.sharding.strategy, 1.0 / mesh.size(), late=False)
         return self.context
 
     # -- the first use
@@ -353,7 +353,7 @@ def _checked_parameters(root: nn.Module, parts: list[Part]) -> list[tuple[Owned,
     index = {id(m): i for i, part in enumerate(parts) for m in part.alive()}
     owned = list(_sharded(root, index, parts))
     for o, _ in owned:  # again, because `load_state_dict(assign=True)` may have brought other tensors
-        offloads = parts[o.owner].asked.sharding.offload.offloads
+        offloads = parts[o.owner].arguments.sharding.offload.offloads
         check_tensor(o.names[0], _torch.local_of(o.original), offloads=offloads)
     return owned
 
@@ -362,7 +362,7 @@ def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[
     """Build the engine of `parts`, one unit for each, and return it. The shards in `owned` move into its memory. Collective."""
     names = {id(m): name for name, m in root.named_modules()}
     chosen = [(names.get(id(part.alive()[0]), "?"), part.alive()[0]) for part in parts]
-    context, strategy = top.wired(), top.asked.sharding.strategy
+    context, strategy = top.wired(), top.arguments.sharding.strategy
     every = [o for o, _ in owned]
     same_structure(every, chosen, strategy, context)
     by_unit = [[(o, layout) for o, layout in owned if o.owner == i] for i in range(len(parts))]
@@ -372,7 +372,7 @@ def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[
         for mesh in _other_meshes(top, [layout for _, layout in owned])
     }
     planned = [_planned(pairs, part, context, contexts) for pairs, part in zip(by_unit, parts, strict=True)]
-    context = with_tiers(context, [part.asked.sharding.offload for part in parts], planned)
+    context = with_tiers(context, [part.arguments.sharding.offload for part in parts], planned)
     by_name = {o.names[0]: (o, layout) for o, layout in owned}
 
     def fill(param: Param, local: Tensor) -> None:
@@ -385,23 +385,23 @@ def _engine_of(root: nn.Module, top: Part, parts: list[Part], owned: list[tuple[
         UnitSpec(
             name=name,
             modules=part.alive(),
-            precision=part.asked.precision,
+            precision=part.arguments.precision,
             planned=planned[i],
             extended=[(o, layout.cut) for o, layout in by_unit[i] if is_extended(o.original)],
-            mesh=rows_mesh(part.asked.mesh),
-            context=contexts.get(part.asked.mesh),
-            extension_policy=part.asked.policy,
+            mesh=rows_mesh(part.arguments.mesh),
+            context=contexts.get(part.arguments.mesh),
+            extension_policy=part.arguments.policy,
             unit_policy=part.unit_policy,
         )
         for i, ((name, _), part) in enumerate(zip(chosen, parts, strict=True))
     ]
-    return build_engine(context, strategy, top.asked.precision, top.asked.sharding.prefetch, specs, every, fill)
+    return build_engine(context, strategy, top.arguments.precision, top.arguments.sharding.prefetch, specs, every, fill)
 
 
 def _other_meshes(top: Part, layouts: Iterable[Layout]) -> list[DeviceMesh]:
     """Return the data-parallel meshes of `layouts` that are not the mesh of `top`, the outermost part. Raises `UsageError` if one
     has ranks or devices that the mesh of `top` lacks."""
-    whole = top.asked.mesh
+    whole = top.arguments.mesh
     meshes = [mesh for mesh in dict.fromkeys(layout.over for layout in layouts) if mesh != whole]
     for mesh in meshes:
         if set(_torch.ranks_of(mesh)) - set(_torch.ranks_of(whole)) or mesh.device_type != whole.device_type:
@@ -422,14 +422,14 @@ def _planned(
     """Return the groups of the parameters of one unit, one for each dtype and mesh; tensor subclasses are left out. `context`:
     that of the model's mesh. `contexts`: mesh -> context for other meshes. Collective if `reshard_after_forward` is an int."""
     by_context: dict[ShardingContext | None, list[tuple[Owned, Cut]]] = {}
-    precision = part.asked.precision
+    precision = part.arguments.precision
     for o, layout in parameters:
         if not is_extended(o.original):
             by_context.setdefault(contexts.get(layout.over), []).append((o, layout.cut))
     planned: list[GroupPlan] = []
     for over, pairs in by_context.items():
         groups = [group._replace(context=over) for group in plan_groups(pairs, precision)]
-        for group in with_secondary(groups, context, part.asked.sharding):
+        for group in with_secondary(groups, context, part.arguments.sharding):
             # Since torch 2.15, without a reduce_dtype, gradients are summed in the dtype that their dtypes promote to. A
             # parameter whose `grad_dtype` is None has gradients in the dtype of the computation.
             dtypes = [param.grad_dtype or group.dtype for param in group.params if param.requires_grad]
@@ -443,7 +443,7 @@ def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Itera
     """Yield each sharded parameter with its layout. Plain parameters that were never sharded, and ignored ones, are left out.
     Raises `UsageError` if a tensor of another kind or placement has been assigned since `fully_shard`."""
     layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
-    ignored = {id(p) for part in parts for p in part.asked.ignored}
+    ignored = {id(p) for part in parts for p in part.arguments.ignored}
     for o in owned_parameters(root, index):
         param: Any = o.original
         places = ((id(ref()), attr) for ref, attr in o.places)

@@ -226,7 +226,7 @@ class FSDPModule(_Base):  # type: ignore[misc]
         """Let the next forward of this module first make the current stream wait for `event`, such as the end of an optimizer
         step on another stream. No effect on CPU."""
         part = fsdp_part(self)
-        if part.asked.mesh.device_type == "cpu":
+        if part.arguments.mesh.device_type == "cpu":
             return
 
         def wait(*_: Any) -> None:
@@ -263,7 +263,7 @@ def _parts(module: Any, recurse: bool) -> Sequence[Part]:
 
 def _settle_sync(part: Part) -> None:
     part.unit_policy.reduces = part.settings.sync and (
-        part.settings.all_reduce or not part.asked.sharding.strategy.hybrid
+        part.settings.all_reduce or not part.arguments.sharding.strategy.hybrid
     )
 
 
@@ -276,7 +276,7 @@ def inputs_to_device(module: nn.Module, args: Any, kwargs: Any) -> Any:
     part = fsdp_part(module)
     if not part.is_outermost():
         return None
-    device = device_of(part.asked.mesh)
+    device = device_of(part.arguments.mesh)
     return map_tensors(lambda t: t.to(device), (args, kwargs))
 
 

@@ -25,7 +25,7 @@ from accordion.errors import UsageError
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.chunks import ParamStep, chunks_of, step_chunk
 from accordion.offload.step.optimizer_copy import Entry, OptimizerCopy, step_entries, write_back
-from accordion.offload.step.state_store import States, Wanted
+from accordion.offload.step.state_store import StateRequest, States
 from accordion.offload.tiers import Tiers
 
 OWNER = "_accordion_owner"  # attribute of an offloaded parameter, an `Owner`
@@ -164,7 +164,9 @@ def prepare(optimizer: Optimizer, kind: type[Optimizer]) -> OptimizerCopy | None
     for engine in engines_of(optimizer):
         tiers = tiers_of(engine)
         wanted = [
-            Wanted(unit.index, tiers.offloads[unit.index], group, p, local_or_same(p), tiers.shard_buffer_of(unit, p))
+            StateRequest(
+                unit.index, tiers.offloads[unit.index], group, p, local_or_same(p), tiers.shard_buffer_of(unit, p)
+            )
             for group, p, owner, unit in owned
             if owner is engine and tiers.offloads[unit.index].streams
         ]

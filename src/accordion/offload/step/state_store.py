@@ -24,7 +24,7 @@ log = logging.getLogger("accordion")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class StateRequest:
     """A parameter that is stepped chunk by chunk and needs memory for states."""
 
     unit: int  # index of its unit
@@ -57,17 +57,17 @@ class States:
     def buffer_bytes(self) -> int:
         return sum(buffer.numel() for buffer in self._buffers)
 
-    def cover(self, wanted: Sequence[Wanted], optimizer_copy: OptimizerCopy) -> None:
-        """Allocate states for those of the parameters `wanted` that have none yet, and larger buffers for the steps if needed.
+    def cover(self, requests: Sequence[StateRequest], optimizer_copy: OptimizerCopy) -> None:
+        """Allocate states for those of the parameters `requests` that have none yet, and larger buffers for the steps if needed.
         `optimizer_copy` steps a small tensor to find which states exist. Raise `OffloadError` or `UsageError` without room."""
-        by_block: dict[tuple[str, int, int, torch.dtype], list[Wanted]] = {}
-        for w in wanted:
+        by_block: dict[tuple[str, int, int, torch.dtype], list[StateRequest]] = {}
+        for w in requests:
             if id(w.param) not in self._places and w.local.numel():
                 by_block.setdefault((w.offload.optimizer, w.unit, w.group, w.local.dtype), []).append(w)
         if not by_block:
             return
         self._total = self._total or sum(w.local.numel() for members in by_block.values() for w in members)
-        by_place: dict[str, list[tuple[StateBlock, list[Wanted], dict[str, torch.dtype]]]] = {}
+        by_place: dict[str, list[tuple[StateBlock, list[StateRequest], dict[str, torch.dtype]]]] = {}
         for (place, _, group, dtype), members in by_block.items():
             on = self._device if members[0].offload.stepped_on == DEVICE else torch.device("cpu")
             dtypes = optimizer_copy.shaped_states(group, dtype, on)
@@ -101,7 +101,7 @@ class States:
         self.host_bytes += num_bytes
         return self._arenas[-1].take
 
-    def _add(self, block: StateBlock, members: Sequence[Wanted]) -> None:
+    def _add(self, block: StateBlock, members: Sequence[StateRequest]) -> None:
         """Add `block`, and record the place of the states of each of `members`, one parameter after the other."""
         self.blocks.append(block)
         start = 0
@@ -172,7 +172,7 @@ class States:
             write_back(todo.entry.state, todo.states, todo.entry.param)
 
 
-def _unallocated_block(members: Sequence[Wanted], dtypes: Iterable[torch.dtype], total: int) -> StateBlock:
+def _unallocated_block(members: Sequence[StateRequest], dtypes: Iterable[torch.dtype], total: int) -> StateBlock:
     """Return a block for the states of the parameters `members`, with all sizes but with empty `runs`, for which the caller
     allocates memory. `dtypes`: dtypes of the states. `total`: elements of all parameters that are stepped chunk by chunk, which
     determine the size of chunks."""

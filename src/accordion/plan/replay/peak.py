@@ -12,7 +12,7 @@ from accordion.plan.events import START, Alloc, Category, Enter, Free, Log, Op, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class LiveAllocations:
     """The `count` allocations of one operator and one category that are live at the peak."""
 
     operator: str
@@ -30,7 +30,7 @@ class MemoryPeak:
     phase: str  # phase of the step at the peak
     unit: str  # name of the unit at the peak, as in `name_of`
     operator: str  # operator that allocates the last bytes of the peak; "" before the first event
-    live: tuple[Holding, ...]  # the 12 largest, at the peak
+    live: tuple[LiveAllocations, ...]  # the 12 largest, at the peak
     held_bytes: int  # bytes between steps
     highest: dict[str, int]  # by category, the most bytes at any time
     unsure_bytes: int = 0  # how much higher the peak may be, because of the workspace of `unsure_operator`
@@ -93,11 +93,11 @@ def _state_at(log: Log, at: int) -> tuple[Sequence[Alloc], StepPart]:
     return list(live.values()), place
 
 
-def _largest(allocs: Sequence[Alloc]) -> tuple[Holding, ...]:
+def _largest(allocs: Sequence[Alloc]) -> tuple[LiveAllocations, ...]:
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for a in allocs:
         groups[a.operator, a.category.value].append(a.num_bytes)
-    holdings = [Holding(operator=o, category=c, num_bytes=sum(n), count=len(n)) for (o, c), n in groups.items()]
+    holdings = [LiveAllocations(operator=o, category=c, num_bytes=sum(n), count=len(n)) for (o, c), n in groups.items()]
     return tuple(sorted(holdings, key=lambda h: -h.num_bytes)[:12])
 
 

@@ -58,7 +58,7 @@ class Traces:
             logs = [(size, self.trace(replace(choice, micro_batch=size))) for size in batches[:2]]
             try:
                 self._families[key] = Family(*logs)
-            except UnlikeError:
+            except UnequalEventsError:
                 self._families[key] = None
         return self._families[key]
 
@@ -66,18 +66,18 @@ class Traces:
 # -- other micro-batches: sizes are linear in the micro-batch
 
 
-class UnlikeError(Exception):
+class UnequalEventsError(Exception):
     """Raised if logs of two micro-batches differ in their events, not only in sizes."""
 
 
 class Family:
     """Extrapolates logs of a step with two sizes of the micro-batch, each given as (size, log), to other sizes. The constructor
-    raises `UnlikeError` if the two logs differ in more than bytes and flops."""
+    raises `UnequalEventsError` if the two logs differ in more than bytes and flops."""
 
     def __init__(self, base: tuple[int, Log], more: tuple[int, Log]) -> None:
         self._base, self._more = base, more
         if _shape(base[1]) != _shape(more[1]):
-            raise UnlikeError
+            raise UnequalEventsError
 
     def at(self, micro_batch: int) -> Log:
         """Return the log of a step with another micro-batch. Its bytes and flops are on the line through those of both logs."""

@@ -179,7 +179,7 @@ def watch(engine: Engine, tracker: Tracker) -> None:
     if isinstance(context.shard_buffers, Tiers):
         streams[Streams.STORE] = context.shard_buffers.store_stream
     for name, stream in streams.items():
-        stream.makes = partial(_Traced, name, tracker)
+        stream.makes = partial(_TracedTransfer, name, tracker)
     engine.observers.attach(StepTrace(tracker))
 
 
@@ -206,7 +206,7 @@ class StepTrace(Observer):
             self._before, self._tracker.category = self._tracker.category, CATEGORIES[purpose]
 
 
-class _Traced(Transfer):
+class _TracedTransfer(Transfer):
     """A transfer that logs its launch, its work on the side stream `name`, and waits of the compute stream for its end. A
     reduce also logs the wait of the stream that then reduces over replicas."""
 

@@ -25,7 +25,7 @@ PART = "_accordion_part"  # the attribute of a module that refers to its `Part`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class FullyShardArguments:
     """The checked arguments of one call of `fully_shard`.
 
     Args:
@@ -44,11 +44,13 @@ class Asked:
 
     @property
     def precision(self) -> Precision:
-        assert self.sharding.precision is not None, "asked_of sets one"
+        assert self.sharding.precision is not None, "checked_arguments sets one"
         return self.sharding.precision
 
 
-def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, ignored: Any) -> Asked:
+def checked_arguments(
+    mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, ignored: Any
+) -> FullyShardArguments:
     """Return the checked arguments of one `fully_shard` call. Creates the process group if there is none and `mesh` is None.
     Raises `UsageError` if an argument has a wrong type or a value that is not supported."""
     if dims is not None:
@@ -80,7 +82,7 @@ def asked_of(mesh: Any, dims: Any, reshard: Any, mp_policy: Any, offload: Any, i
     strategy = HYBRID_SHARD if mesh.ndim == 2 else FULL_SHARD
     tiers = Offload(params=HOST, optimizer=HOST) if isinstance(offload, CPUOffloadPolicy) else Offload()
     sharding = Sharding(strategy=strategy, precision=precision, offload=tiers, secondary=near)
-    return Asked(mesh=mesh, sharding=sharding, keep=keep, policy=policy, ignored=frozenset(ignored or ()))
+    return FullyShardArguments(mesh=mesh, sharding=sharding, keep=keep, policy=policy, ignored=frozenset(ignored or ()))
 
 
 def modules_of(module_or_list: Any) -> list[nn.Module]:
@@ -144,9 +146,9 @@ def _keep_of(reshard: Any, mesh: DeviceMesh) -> tuple[bool | None, int | None]:
 def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter) -> tuple[int | None, DeviceMesh]:
     """Return (dim on which to shard `param`, data-parallel mesh): dim 0 and `mesh`, unless `rule` chooses another dim or mesh.
     The dim is None for a 0-d parameter. Raises `UsageError` if `rule` returns a dim or mesh that cannot be used."""
-    asked: Any = None if rule is None else rule(param)
-    if _torch.is_shard_placement_result(asked):
-        asked, info = asked.placement, asked.mesh_info
+    placement: Any = None if rule is None else rule(param)
+    if _torch.is_shard_placement_result(placement):
+        placement, info = placement.placement, placement.mesh_info
         shards = getattr(info, "shard_mesh_dim", None)
         if getattr(info, "dp_mesh_dims", None) is not None or shards != info.mesh.ndim - 1:
             raise UsageError(
@@ -154,13 +156,13 @@ def placed_by(rule: PlacementRule | None, mesh: DeviceMesh, param: nn.Parameter)
                 "FSDPMeshInfo of one axis, or an HSDPMeshInfo of ('replicate', 'shard') in this order, without dp_mesh_dims."
             )
         mesh = _mesh_of(info.mesh)
-    if asked is not None and not isinstance(asked, Shard):
+    if placement is not None and not isinstance(placement, Shard):
         raise UsageError(
-            f"shard_placement_fn returned {asked!r}; return None, Shard(dim), or a ShardPlacementResult with a mesh of its own."
+            f"shard_placement_fn returned {placement!r}; return None, Shard(dim), or a ShardPlacementResult with its own mesh."
         )
     if param.dim() == 0:
         return None, mesh
-    dim = 0 if asked is None else int(asked.dim)
+    dim = 0 if placement is None else int(placement.dim)
     if not -param.dim() <= dim < param.dim():
         raise UsageError(f"shard_placement_fn returned Shard({dim}) for a parameter of shape {tuple(param.shape)}.")
     return dim % param.dim(), mesh
