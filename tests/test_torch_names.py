@@ -48,7 +48,7 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     ),
     "engine/test_precision.py": ("saving_hook",),
     "engine/test_transforms.py": ("transforms_active", "is_batched"),
-    "integrations/test_plain_loops.py": ("DDP_LEAVES_OUT",),
+    "integrations/test_accelerate.py": ("DDP_LEAVES_OUT",),
     "observe/test_debug.py": ("debug_frontend", "answer_debug_server"),
     "offload/test_programs.py": ("settle_before_unscale",),
     "optim/test_kinds_of_optimizers.py": ("unseen_by_dynamo",),

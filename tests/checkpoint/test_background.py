@@ -59,9 +59,8 @@ def test_each_rank_gets_its_random_state_back(world, tmp_path):
     saved = world.run(3, losses_and_draws, tmp_path / "c", True)
     assert len({tuple(drawn) for _, drawn in saved}) == 3
     assert world.run(3, losses_and_draws, tmp_path / "c", False) == saved
-    two = world.run(
-        2, losses_and_draws, tmp_path / "c", False
-    )  # the state of another number of ranks is rank 0's, for it alone
+    # The state of another number of ranks is rank 0's, for it alone.
+    two = world.run(2, losses_and_draws, tmp_path / "c", False)
     assert two[0][1] == saved[0][1]
     assert two[1][1] not in [drawn for _, drawn in saved]
     assert two[0][0] == pytest.approx(saved[0][0], rel=1e-5)

@@ -54,9 +54,8 @@ def test_full_disk_raises_and_keeps_older_checkpoints(disk, background):
     assert all((param == good).all() for param in other.parameters())
     assert all(verify(disk / f"step-{step}") == [] for step in range(1, good + 1))
     there = {name for name in os.listdir(disk) if name != "lost+found"}
-    assert there == {
-        f"step-{step}" for step in range(1, good + 1)
-    }  # nothing half-written is left, which would fill it for good
+    # Nothing half-written is left, which would fill it for good.
+    assert there == {f"step-{step}" for step in range(1, good + 1)}
     with pytest.raises(CheckpointError, match="No space left"):  # nor is the last one taken away for its successor
         save(disk / f"step-{good}", filled(50, WIDTH), background=background).wait()
     assert verify(disk / f"step-{good}") == []

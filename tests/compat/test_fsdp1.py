@@ -293,10 +293,8 @@ def test_ignored_states(mesh: DeviceMesh) -> None:
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         torch.testing.assert_close(model.clip_grad_norm_(0.1), norm, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(net.first.weight.grad, plain.first.weight.grad, rtol=1e-5, atol=1e-6)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=0.05, foreach=False
-        )  # which mixes no DTensor with what is plain
-        train(model, rank, optimizer=optimizer)
+        # foreach=True does not mix DTensors and plain tensors.
+        train(model, rank, optimizer=torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False))
 
 
 @pytest.mark.parametrize(

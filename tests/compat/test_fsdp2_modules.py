@@ -27,7 +27,7 @@ from tests.compat.test_fsdp2 import (
     leases,
     sharded,
 )
-from tests.devices import device, here
+from tests.devices import device
 from tests.inside import engine_in, units_of
 from tests.support import models
 from tests.support.checks import assert_equal, full, one_loss
@@ -84,36 +84,27 @@ def test_calls_in_another_order(mesh) -> None:
     assert_trains_as_plain(mesh, plain, model)
 
 
-class Crossed(nn.Module):
-    """Two branches that share a weight, inside one root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(19, 8)
-        self.first = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-        self.second = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 19))
-        self.second[0].weight = self.first[0].weight
-        self.second[2].weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.second(self.first(self.embed(tokens)))
+def crossed() -> models.Tiny:
+    """Return a model in which two blocks share a weight, and the embedding and the head another one."""
+    model = models.tied()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    return model
 
 
 @on_world(2)
 def test_tied_parameters_are_sharded_in_one_call(mesh) -> None:
-    plain, model = here(Crossed()), here(Crossed())
-    ours.fully_shard([model.first, model.second[0]], mesh=mesh)
+    plain, model = crossed(), crossed()
+    ours.fully_shard([model.blocks[0], model.blocks[1].up], mesh=mesh)
     ours.fully_shard(model, mesh=mesh)
-    assert model.second[0].weight is model.first[0].weight
-    assert model.second[2].weight is model.embed.weight
+    assert model.blocks[1].up.weight is model.blocks[0].up.weight
+    assert model.head.weight is model.embed.weight
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     assert_trains_as_plain(mesh, plain, model)
-    apart, late = here(Crossed()), models.tied()
-    ours.fully_shard(apart.first, mesh=mesh)
+    apart, late = crossed(), models.tied()
+    ours.fully_shard(apart.blocks[0], mesh=mesh)
     ours.fully_shard(late.embed, mesh=mesh)
     late.head.weight = late.embed.weight  # tied between the calls
-    for wrong in (apart.second, apart, late):
+    for wrong in (apart.blocks[1], apart, late):
         with pytest.raises(ValueError, match="is tied to one that another call of fully_shard has sharded"):
             ours.fully_shard(wrong, mesh=mesh)
 

@@ -1,4 +1,4 @@
-"""`accordion.compat.fsdp2`: explicit `unshard`, setters, state dicts, meta devices and conversions."""
+"""`accordion.compat.fsdp2`: explicit `unshard`, setters, meta devices and conversions."""
 
 from __future__ import annotations
 
@@ -7,17 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import accordion.compat.fsdp2 as ours
@@ -34,8 +24,7 @@ from tests.devices import device
 from tests.support import models
 from tests.support.checks import PlantedError, assert_close, assert_equal, batch, mean_grads, one_loss, step_all
 from tests.support.ranked import on_world
-from tests.support.reference import grads_of, params_of, whole
-from tests.support.sample import sampled
+from tests.support.reference import grads_of, params_of
 
 # -- full parameters on demand
 
@@ -171,41 +160,7 @@ def test_state_of_a_failed_iteration_is_dropped(mesh) -> None:
     assert_gradients_are_means(mesh, models.plain(), model, 3)
 
 
-# -- state dicts and conversions
-
-
-def stepped(m: nn.Module, step: int = 0) -> torch.optim.Optimizer:
-    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
-    one_loss(m, step).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("full_tensors", "on_cpu"), sampled([(f, c) for f in (False, True) for c in (False, True)], lambda f, c: f == c)
-)
-@on_world(4)  # torch's own functions ask the whole job
-def test_state_dicts_of_every_kind(mesh, full_tensors: bool, on_cpu: bool) -> None:
-    pair = both(mesh)
-    optimizers = [stepped(m) for m in pair]
-    how = StateDictOptions(full_state_dict=full_tensors, cpu_offload=on_cpu)
-    wanted, found = [get_model_state_dict(m, options=how) for m in pair]
-    assert list(wanted) == list(found)
-    assert [type(t) for t in wanted.values()] == [type(t) for t in found.values()]
-    assert_close(whole(found), whole(wanted), 1e-5)
-    wanted, found = [get_optimizer_state_dict(m, o, options=how) for m, o in zip(pair, optimizers, strict=True)]
-    assert wanted.keys() == found.keys()
-    assert wanted.get("state", {}).keys() == found.get("state", {}).keys()
-    for name, kept in wanted.get("state", {}).items():
-        mine = found["state"][name]
-        assert [type(t) for t in kept.values()] == [type(t) for t in mine.values()]
-        assert_close(whole(mine), whole(kept), 1e-4)
-    target = sharded(ours, mesh)
-    target.load_state_dict(
-        {n: distribute_tensor(p * 2, mesh, [Shard(0)]) for n, p in models.plain().state_dict().items()}
-    )
-    assert_equal(params_of(target), {n: p * 2 for n, p in models.plain().named_parameters()})
+# -- meta devices and conversions
 
 
 @on_world(2)
@@ -257,56 +212,3 @@ def test_a_sharded_model_is_converted(mesh) -> None:
     model(batch(model)[0]).sum().backward()
     with pytest.raises(ValueError, match="accumulated and not reduced"):
         model.to(torch.float32)
-
-
-def written_and_read(mesh, folder: str, writer: int, of_ranks: int) -> dict[str, Any]:
-    """One side writes on `of_ranks` ranks, the other reads on the ranks of `mesh`; return what was read, in full."""
-    group, reads = mesh.get_group(), mesh.size() != of_ranks
-    model = sharded(SIDES[writer != reads], mesh)
-    optimizer = stepped(model, 5 if reads else 0)
-    states, moments = get_state_dict(model, optimizer)
-    state = {"model": states, "optim": moments}
-    if reads:
-        dcp.load(state, checkpoint_id=folder, process_group=group)
-        unlike = set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-        assert not unlike.missing_keys
-        assert not unlike.unexpected_keys
-    else:
-        dcp.save(state, checkpoint_id=folder, process_group=group)
-    found = params_of(model)
-    names = {id(p): n for n, p in model.named_parameters()}
-    for p, kept in optimizer.state.items():
-        found |= whole({f"{names[id(p)]} {key}": t for key, t in kept.items() if t.dim()})
-    return {name: t.cpu() for name, t in found.items()}
-
-
-@pytest.mark.parametrize("writer", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_other_side_reads_on_another_number_of_ranks(world, tmp_path, writer):
-    wanted = world.run(4, written_and_read, str(tmp_path / "c"), writer, 4)[0]
-    found = world.run(3, written_and_read, str(tmp_path / "c"), writer, 4)[0]
-    assert_equal(found, wanted)
-
-
-@pytest.mark.parametrize(
-    ("source", "broadcasts"), sampled([(s, b) for s in (0, 1) for b in (True, False)], lambda s, b: bool(s) != b)
-)
-@on_world(4)
-def test_full_state_dicts_go_both_ways(mesh, source: int, broadcasts: bool) -> None:
-    """Full state dicts load into the other side, from the first rank or from all, also of optimizers."""
-    pair, target = both(mesh), 1 - source
-    optimizers = [stepped(m, i) for i, m in enumerate(pair)]
-    how = StateDictOptions(full_state_dict=True, cpu_offload=broadcasts)
-    states = get_state_dict(pair[source], optimizers[source], options=how)
-    if broadcasts:
-        assert bool(states[0]) == (dist.get_rank() == 0), "with cpu_offload the first rank alone has them"
-    model = sharded(SIDES[target], mesh)
-    optimizer = stepped(model, 7)
-    how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcasts)
-    # Not `set_state_dict`: where a rank's are empty, torch's takes it that the model is left out, and waits for good.
-    set_model_state_dict(model, states[0], options=how)
-    set_optimizer_state_dict(model, optimizer, states[1], options=how)
-    assert_equal(params_of(model), params_of(pair[source]))
-    kept = zip(optimizer.state.values(), optimizers[source].state.values(), strict=True)
-    for mine, theirs_ in kept:
-        assert mine.keys() == theirs_.keys()
-        assert torch.equal(mine["exp_avg"].full_tensor(), theirs_["exp_avg"].full_tensor())

@@ -336,7 +336,6 @@ def test_nothing_is_half_written(tmp_path, capsys):
 
 WRONG = {
     "llama llama": "exists; pass another path",
-    "llama out --format tar": "invalid choice",
     "llama out --format dcp": "takes a checkpoint, and SOURCE",
     "llama out --dtype I8": "no floating-point dtype",
     "llama out --dtype int4": "invalid choice",

@@ -209,9 +209,8 @@ def prepared(folder: Path) -> Any:
 def step(one: Any, model: Any, optimizer: Any, schedule: Any, seed: int) -> float:
     """Return the mean loss over all ranks."""
     x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(seed))
-    mine = x.chunk(torch.distributed.get_world_size())[
-        torch.distributed.get_rank()
-    ]  # of one batch on any number of ranks
+    # Of one batch, on any number of ranks.
+    mine = x.chunk(torch.distributed.get_world_size())[torch.distributed.get_rank()]
     loss = model(mine).pow(2).mean()
     one.backward(loss)
     optimizer.step()
@@ -340,6 +339,22 @@ def test_unsupported_options_are_refused(mesh: Any) -> None:
             one.save_state("nowhere")
     with library_job(), pytest.raises(acc.UsageError, match="a dynamo backend would compile the model"):
         accelerator(True, dynamo_backend="eager")
+
+
+@pytest.mark.cpu("plain tensors are there")
+@on_job(2)
+def test_a_sharded_model_in_accelerates_prepare(mesh: Any) -> None:
+    with library_job():
+        model = acc.shard(nn.Linear(8, 8), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        refusal = r"this model is sharded, and DistributedDataParallel.*accordion.integr"
+        with pytest.raises(acc.UsageError, match=refusal):
+            accelerator(False).prepare(model, optimizer)
+    with library_job():
+        one = accelerator(True)
+        model, optimizer = one.prepare(model, optimizer)
+        one.backward(model(torch.ones(2, 8)).sum())
+        optimizer.step()
 
 
 @on_job(2)

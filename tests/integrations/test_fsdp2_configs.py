@@ -58,9 +58,8 @@ def accelerated(kind: str, ours: bool, folder: Path, resume: bool = False) -> di
         plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, **options)
         one = accelerate.Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
         assert one.is_fsdp2
-        seed = (
-            one.process_index if options["cpu_ram_efficient_loading"] else 0
-        )  # the first rank's values are those of all
+        # The first rank's values are those of all.
+        seed = one.process_index if options["cpu_ram_efficient_loading"] else 0
         model = llama(seed, tie_word_embeddings=kind == "tied")
         size = bytes_held(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

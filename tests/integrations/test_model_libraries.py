@@ -133,9 +133,8 @@ def learns(mesh: Any, case: str, ours: bool, steps: int = 6) -> tuple[nn.Module,
     if case == "diffusers DiT":  # its forward calls the first block's embedding by itself: that is a unit of its own
         units = {type(m) for block in whole.transformer_blocks for m in (block, block.norm1.emb)}
     model = acc.shard(whole, mesh, units=units) if ours else DistributedDataParallel(whole)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-3, eps=1e-4
-    )  # a key's bias has rounding errors for gradients
+    # The gradient of a key's bias is rounding errors, which a small `eps` would scale up.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
     average = None
     if case.startswith("diffusers"):
         from diffusers.training_utils import EMAModel
