@@ -66,7 +66,7 @@ def split_sequence(
         ignore_index: the label of tokens without a loss.
 
     Returns: the parts, with `position_ids` (1, tokens of this rank) if `batch` has none. If `batch` has labels, also:
-        `shift_labels`: (batch, tokens of this rank), the label that each token predicts; only with `shift`.
+        `shift_labels`: (batch, tokens of this rank), the label that each token predicts, if `shift`; else those of `batch`.
         `num_items_in_batch`: the number of tokens of the whole batch that have a loss, or instead the `num_items_in_batch` of
             `batch` if it has one; in both cases divided by the number of ranks. The sum of this rank's losses divided by this
             number is a loss whose mean over ranks is that of the whole batch.
