@@ -164,8 +164,8 @@ class _Sum:
 
 
 class LocalSums:
-    """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype (`dtypes`). `pending`: indices of
-    parameters for which `add` was called since the last `take`, also with None; the same on all ranks."""
+    """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype (`dtypes`, by parameter).
+    `pending`: indices of parameters for which `add` was called since the last `take`, also with None; the same on all ranks."""
 
     def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:
         self._params, self._dtypes = params, dtypes

@@ -39,7 +39,7 @@ def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) 
 
 class InnerShard(ShardBuffer):
     """This rank's shard over the `shard` axis, in the gathered dtype, with `hybrid_shard_optim`. The optimizer steps smaller
-    shards, which are divided over the `replicate` axis too (layout `inner`) and are gathered into this one after each step."""
+    shards, which are divided over the `replicate` axis too (layout `inner`, index `rank`); gathers fill this one from them."""
 
     def __init__(
         self, msg: Message, inner: Message, rank: int, dtype: torch.dtype, device: torch.device, *, poison: bool
