@@ -32,10 +32,10 @@ MOST_PUT_OFF = 2  # the most calls whose reduce over replicas may continue while
 class AwaitReduce(torch.autograd.Function):
     """Node that waits for the reduces of a unit's gradients, and adds the results to `.grad` of the unit's `shards`.
 
-    Forward: return the edge tensor, a scalar with the value of the dummy `leaf`. `node`: the record in which `Gather` lists the
-    reduces that it begins. Backward: wait for the listed reduces of this backward and write their gradients. Return the
-    gradients that autograd must accumulate itself, such as those of shards with hooks. With a hybrid strategy up to
-    `MOST_PUT_OFF` calls are put off: their reduces end, and their gradients are written, later in the backward.
+    Forward: return the edge tensor, a scalar with the value of the dummy `leaf`. `node`: weak reference to the record in which
+    `Gather` lists the reduces that it begins. Backward: wait for the listed reduces of this backward and write their gradients.
+    Return the gradients that autograd must accumulate itself, such as those of shards with hooks. With a hybrid strategy, up to
+    `MOST_PUT_OFF` calls that autograd need not see are put off: their gradients are written later in the backward.
     """
 
     @staticmethod
@@ -70,9 +70,10 @@ def hand_over(call: Call, parts: list[PendingReduce], may_write: bool) -> tuple[
     """Wait for the reduces `parts` of `call`, and add the sharded gradients to `.grad`, except those that are left to autograd.
 
     Gradients are left to autograd if the parameter has hooks, is frozen by now, or has a `.grad` that is no DTensor; if
-    `may_write` is False, all are. Returns them as the backward of AwaitReduce does: (None, None, one gradient or None per
-    trained parameter). Returns None if no parameter is left to autograd. The host waits for copies of earlier gradients off the
-    device. While a gradient itself is being copied, it is added to an earlier `.grad` only in `GradientsUnderWay.land`.
+    `may_write` is False, all are. Returns those left to autograd as the backward of AwaitReduce does: (None, None, one gradient
+    or None per trained parameter). Returns None if none is left. The host waits for copies of earlier gradients off the device,
+    and for copies of the new ones if some are left to autograd. Otherwise a gradient that is being copied is added to an
+    earlier `.grad` only in `GradientsUnderWay.land`.
     """
     gradients, params = call.engine.gradients, call.trained.params
     gradients.land()
@@ -164,7 +165,7 @@ class Gather(torch.autograd.Function):
 
 
 class OutputNode(torch.autograd.Function):
-    """The identity on the outputs of the model's outermost call; its backward calls `begin`, which starts that call's backward.
+    """The identity on the model's outputs; its backward calls `begin(None)`, which starts the backward of the outermost call.
 
     `tensors`: `num_outputs` outputs that require gradients, then for each call in this forward a view of its Gather's scalar.
     The backward gives each of these scalars the gradient `zero`. `shared`: outputs that share memory with an input or

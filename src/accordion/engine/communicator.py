@@ -57,7 +57,7 @@ class Communicator:
     Properties of the backend. `exchanges`: all-to-all is faster than reduce-scatter at every size. `in_one_piece`: splitting an
     all-to-all gains nothing. `sends`: point-to-point messages are faster than collectives. `can_poll`: a wait may time out and
     be repeated (other backends fail after a timeout). `pack_limit_bytes`: smaller tensors are packed into one message.
-    `is_ordered`: collectives run in the order of a stream, without a wait of the host.
+    `is_ordered`: collectives run in the order of a stream, without a wait of the host. `is_fake`: ranks are simulated.
     """
 
     # On a stream-ordered backend collectives run on the current stream with `asyncOp=False`; the default, True, moves them to a
@@ -201,7 +201,7 @@ def reduced(value: Tensor, communicators: Sequence[Communicator], op: Any = dist
 
 
 def extremes(value: Tensor, communicators: Sequence[Communicator]) -> tuple[Tensor, Tensor]:
-    """Return (minimum, maximum) of `value` over all ranks, element by element, in new tensors. A collective."""
+    """Return (minimum, maximum) of `value` over the ranks of all `communicators`, by element, as new tensors. A collective."""
     low = reduced(value.clone(), communicators, dist.ReduceOp.MIN)
     return low, reduced(value.clone(), communicators, dist.ReduceOp.MAX)
 

@@ -54,7 +54,7 @@ class ShardingContext:
 
     @property
     def cut_communicators(self) -> list[Communicator]:
-        """Return the communicators, for gathers, of the mesh axes of several ranks over which shards differ."""
+        """The communicators, for gathers, of the mesh axes of several ranks over which shards differ."""
         axes = (self.shard, self.replicate) if self.cut_twice else (self.shard,)
         return [axis.gather for axis in axes if axis.num_ranks > 1]
 

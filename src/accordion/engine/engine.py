@@ -144,7 +144,7 @@ class Engine:
 
     def acquire(self, unit: Unit) -> int:
         """Gather `unit` if needed, and let the compute stream wait for the gather. Takes a lease: the full parameters stay in
-        memory until `unit.release()`. Returns the version of the shards from which they were gathered."""
+        memory until `unit.release()`. Returns a version of the shards, as `Unit.acquire` does."""
         if not unit.is_unsharded:
             self.allocate(GATHERED, unit.unshard)
         return unit.acquire()
@@ -217,7 +217,8 @@ class Engine:
 
     def add_outside(self, unit: Unit, i: int, grad: Tensor) -> None:
         """Add `grad`, a full gradient of parameter `i` of `unit` that no call of the unit computed (the loss read the parameter
-        itself, for example), to this rank's sums, which are reduced by the end of this backward."""
+        itself, for example), to this rank's sums. The end of this backward reduces them, also under no_sync, unless the unit's
+        policy has `reduces=False`."""
         self._follow(_torch.current_graph_task())
         self._reduces = True
         # All trained parameters are added: ranks may have such gradients for different ones, and must reduce the same.
@@ -275,7 +276,8 @@ class Engine:
             notify(reduced)
 
     def reduce_sums(self) -> None:
-        """Reduce the gradients, if any, that earlier backwards under no_sync summed, and add them to `.grad`. A collective."""
+        """Reduce the gradients, if any, that earlier backwards under no_sync summed, and add them to `.grad`, except for units
+        whose policy has `reduces=False`. Also notifies observers of `backward_ended`. A collective."""
         if any(unit.local_sums.any_held() for unit in self.units):
             self._ended(reduced=True)
 

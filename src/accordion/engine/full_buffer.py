@@ -27,7 +27,8 @@ class FullMemory(Protocol):
 
 
 class FullBuffer:
-    """One storage for the full parameters of a group, each contiguous and, if cut on dim 0, padded to equal chunks.
+    """One storage for the full parameters of a group, each contiguous and, if cut on dim 0, padded to equal chunks. Call `open`
+    before a gather, which writes into `rows`; modules then compute with `views`, until `close` frees the memory.
 
     `flat`: a 1-D tensor with the whole, allocated storage; parameter i, divided as `cuts[i]`, begins at element `offsets[i]`.
     `rank`: of this process on the mesh axis. `cut_dim_first`: store tensors with their cut dim first, as shards are. `poison`:

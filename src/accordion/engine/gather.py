@@ -17,8 +17,8 @@ from accordion.engine.streams import Steps
 
 
 class AxisGather:
-    """The all-gather of one group over one mesh axis, from `shard_buffer` into `full_buffer`; every step uses the same object.
-    Small shards are packed into one message (num_ranks, row_numel), which has memory between `open` and `close`."""
+    """The all-gather of one group over one mesh axis, from `shard_buffer` into `full_buffer`; every step uses the same object:
+    `open`, then `steps`, then `close`. Between these, the message (num_ranks, row_numel) of small shards has memory."""
 
     def __init__(self, axis: Axis, msg: Message, shard_buffer: ShardBuffer, full_buffer: FullBuffer) -> None:
         num = axis.num_ranks

@@ -20,11 +20,11 @@ from accordion.engine.streams import SideStream, Transfer
 class GradientsUnderWay:
     """Gradients of one model that are on their way to `.grad`: their reduces, copies off the device, and delayed writes.
 
-    `reduces`: the reduces under way, one list per call of a unit. `delayed_writes`: callbacks that write gradients whose reduce
-    over the replicate axis of a hybrid strategy still runs, the oldest first. `copies`: copies to host or disk under way.
-    `to_add`: (gradient, term) pairs; `land` adds the term after these copies. `undecided`: parameters for which this rank had
-    no gradient and perhaps no rank had one. Maps id of a parameter to (parameter, its `.grad`, list of (sums, k)): `sums[k]`,
-    on the device, is 0 if no rank had a gradient in one reduce. `leaf`: a dummy leaf of the model's graphs, for `may_write`.
+    `reduces`: the reduces under way, one list per call of a unit. `delayed_writes`: callbacks, called without arguments, that
+    write gradients whose reduce over the replicate axis of a hybrid strategy still runs, the oldest first. `copies`: copies to
+    host or disk under way. `to_add`: (gradient, term) pairs; `land` adds the term after these copies. `undecided`: id ->
+    (parameter, its `.grad`, list of (sums, k)) of each parameter for which this rank, and perhaps every rank, had no gradient;
+    `sums[k]`, on the device, is 0 if no rank had one in one reduce. `leaf`: a dummy leaf of the model's graphs.
     """
 
     # The counts are read once, at the end of the backward, because each read makes the host wait for the device.
@@ -95,8 +95,8 @@ class GradientsUnderWay:
                 entry[2].append(count)
 
     def settle_undecided(self) -> None:
-        """Set `.grad` to None for parameters in `undecided` for which no rank had a gradient, and forget all records. The host
-        waits for the device if there is a record."""
+        """Set `.grad` to None for parameters in `undecided` for which no rank had a gradient, unless the user has replaced
+        `.grad` meanwhile. Forget all records. The host waits for the device if there is a record."""
         if not self.undecided:
             return
         entries, self.undecided = self.undecided, {}
@@ -164,8 +164,8 @@ class _Sum:
 
 
 class LocalSums:
-    """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype (`dtypes`). `pending`: indices of
-    parameters for which `add` was called since the last `take`, also with None; the same on all ranks."""
+    """Full gradients of one unit, summed on this rank under no_sync, each in its reduce dtype (`dtypes`, by parameter).
+    `pending`: indices of parameters for which `add` was called since the last `take`, also with None; the same on all ranks."""
 
     def __init__(self, params: Sequence[Param], dtypes: Sequence[torch.dtype]) -> None:
         self._params, self._dtypes = params, dtypes

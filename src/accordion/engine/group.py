@@ -39,7 +39,7 @@ def messages(context: ShardingContext, cuts: Sequence[Cut], dtype: torch.dtype) 
 
 class InnerShard(ShardBuffer):
     """This rank's shard over the `shard` axis, in the gathered dtype, with `hybrid_shard_optim`. The optimizer steps smaller
-    shards, which are divided over the `replicate` axis too (layout `inner`) and are gathered into this one after each step."""
+    shards, which are divided over the `replicate` axis too (layout `inner`, index `rank`); gathers fill this one from them."""
 
     def __init__(
         self, msg: Message, inner: Message, rank: int, dtype: torch.dtype, device: torch.device, *, poison: bool
@@ -129,7 +129,7 @@ class Group(ABC):
 
     @property
     def caches(self) -> list[Tensor]:
-        """Return the copies of shards on the device that are kept between steps, and are filled again after `mark_stale`."""
+        """The copies of shards on the device that are kept between steps, and are filled again after `mark_stale`."""
         inner = self._inner_shard
         return [*self.shard_buffer.caches, *([] if inner is None else [inner.full_buffer.flat])]
 
@@ -150,15 +150,15 @@ class Group(ABC):
     @abstractmethod
     def gather(self) -> Transfer | None:
         """Allocate memory for the full parameters and begin to gather them; return the transfer. Return None if the shards are
-        the full parameters. Call `landed` when the compute stream waits for the transfer, or after an error."""
+        the full parameters. Call `landed` after `Transfer.land`, or after an error."""
 
     @abstractmethod
     def landed(self) -> None:
-        """Free the gather's temporary memory. Call this when the compute stream waits for the transfer, or after an error."""
+        """Free the gather's temporary memory. Call this after `Transfer.land`, or after an error."""
 
     def plans(self, chosen: Sequence[int], sent: torch.dtype, height: int | None = None) -> list[ReducePlan]:
-        """Return cached plans to reduce gradients of the parameters `chosen` (indices), one per axis that divides parameters.
-        `sent`: dtype in which they are sent. `height`: their rows per rank if they belong to a `Slice`; None: all rows."""
+        """Return cached plans to reduce gradients of the parameters `chosen` (indices): one for the `shard` axis, and then one
+        for `replicate` if `cut_twice`. `sent`: dtype to send. `height`: rows per rank if they are of a `Slice`; None: all."""
         key = tuple(chosen), sent, height
         plans = self._plans.get(key)
         if plans is None:

@@ -27,7 +27,7 @@ _HOOKS_OF = weakref.WeakKeyDictionary[nn.Module, "list[weakref.ref[Hooks]]"]()
 
 class Hooks:
     """The forward hooks of one unit, a module whose parameters are gathered together, and the stack of its running calls. The
-    constructor adds the unit to `engine`; `attach` registers the hooks."""
+    constructor adds the unit to `engine`, in the order of indices; `attach` registers the hooks."""
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
         self.unit, self.engine = unit, engine
@@ -69,7 +69,8 @@ class Hooks:
         self.unit.module_params.detach()
 
     def attach_method(self, module: nn.Module, name: str) -> None:
-        """Replace the method `name` of the object `module` by one that also gathers the unit, as the unit's forward does."""
+        """Set the attribute `name` of `module` to the method of its class, with a gather of the unit as for the unit's forward.
+        Another function that was assigned to the attribute before is lost."""
         reference, method = weakref.ref(module), getattr(type(module), name)
 
         @wraps(method)
@@ -100,8 +101,8 @@ class Hooks:
 
     def _edge(self, call: Call) -> Tensor:
         """Return the input of a call's Gather node: the output of the unit's AwaitReduce node (made if needed), or a dummy leaf
-        if nothing is reduced. In the first case also set `call.reduce_node`, and `call.number`, the sequence number of
-        AwaitReduce in autograd: the one that `reserve` reserved in this forward, or a new one."""
+        under no_sync or without trained parameters. In the first case also set `call.reduce_node`, and `call.number`, the
+        sequence number of AwaitReduce in autograd: the one that `reserve` reserved in this forward, or a new one."""
         engine, trained = self.engine, call.trained
         if not call.sync or not trained.indices:
             return engine.leaf
@@ -316,8 +317,9 @@ class Hooks:
             self.engine.pre_backward_nodes.append(node)
 
     def _end_forward(self, call: Call, *, failed: bool = False) -> None:
-        """Release the lease of the forward, or keep it for the backward: if the unit's policy or the strategy says so, or if
-        the backward begins with this unit. It is never kept after an error (`failed`), nor if the backward does not use it."""
+        """Release the lease of the forward, or keep it for the backward, as the unit's policy says. If its `keep` is None, keep
+        the lease if the strategy says so, or if the backward begins with this unit. In a recomputation, keep it only if it is
+        the unit's single lease. Never keep it after an error (`failed`), or if the backward does not use it."""
         engine, unit, keep = self.engine, self.unit, self.unit.unit_policy.keep
         if failed or call.reached is None or not call.needs_full_in_backward:
             keep = False

@@ -31,7 +31,7 @@ class Cut:
 
     @cached_property
     def chunk(self) -> int:
-        """Return the number of rows of each rank's shard; the last ranks may have fewer rows, padded to this number."""
+        """The number of rows of each rank's shard; the last ranks may have fewer rows, padded to this number."""
         return 1 if self.dim is None else -(-self.rows // self.num_ranks)
 
     @cached_property
@@ -40,7 +40,7 @@ class Cut:
 
     @cached_property
     def row_shape(self) -> tuple[int, ...]:
-        """Return `shape` without the dimension `dim`."""
+        """`shape` without the dimension `dim`; all of `shape` if `dim` is None."""
         return self.shape if self.dim is None else (*self.shape[: self.dim], *self.shape[self.dim + 1 :])
 
     @cached_property
@@ -49,7 +49,7 @@ class Cut:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Return the number of elements in one rank's shard, padding included."""
+        """The number of elements in one rank's shard, padding included."""
         return self.chunk * self.row_numel
 
     @cached_property
@@ -121,7 +121,7 @@ class Slice:
 
     @property
     def height(self) -> int:
-        """Return the number of rows of one rank, padding included."""
+        """The number of rows of one rank, padding included."""
         return self.stop - self.start
 
     def rows_of(self, rank: int) -> int:
@@ -130,7 +130,7 @@ class Slice:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows of all ranks, without padding. Padding comes last: only the last ranks have fewer rows."""
+        """The number of rows of all ranks, without padding. Padding comes last: only the last ranks have fewer rows."""
         return sum(map(self.rows_of, range(self.cut.num_ranks)))
 
 
@@ -170,7 +170,7 @@ def message(
     """Return the layout of tensors divided as `cuts`: large ones cut on dim 0 are sent directly, other cut ones are packed.
 
     `even_only`: pack tensors whose rows do not divide evenly (reduce-scatter has no split sizes). `num_flags`: extra elements
-    of the packed message. `pack_limit_bytes`: tensors of fewer bytes are packed, unless there is one rank only.
+    of the packed message. `pack_limit_bytes`, by default `PACK_LIMIT_BYTES`: on several ranks, smaller tensors are packed.
     """
     limit = PACK_LIMIT_BYTES if pack_limit_bytes is None else pack_limit_bytes
     direct, packed, whole = [], [], []

@@ -65,14 +65,14 @@ class ModuleParams:
         return [f if p.around is None else p.around(f) for f, p in zip(seen, self._params, strict=True)]
 
     def show(self, fulls: Sequence[Tensor], *, registered: bool = True) -> None:
-        """Make `module.weight` return the tensor in `fulls` instead of the shard, until `hide(fulls)`. If `registered`,
-        `module.parameters()` has it too."""
+        """Make `module.weight` return its full tensor instead of the shard, until `hide` gets the same object `fulls`, a list
+        of one tensor per parameter of the unit. If `registered`, `module.parameters()` has the full tensor too."""
         # A backward passes False, because no hook would put the shards back into the registry if it raised.
         self._shown.append((fulls, registered))
         self._install()
 
     def hide(self, fulls: Sequence[Tensor]) -> None:
-        """Undo the last `show(fulls)`. Modules then see the tensors of the latest other `show`, or the shards."""
+        """Undo the last `show` of the object `fulls`. Modules then see the tensors of the latest other `show`, or shards."""
         for i in reversed(range(len(self._shown))):  # remove one entry: a recursive call may show the same list twice
             if self._shown[i][0] is fulls:
                 del self._shown[i]

@@ -45,11 +45,11 @@ class CallInForward(Protocol):
 
 
 class Observer:
-    """Callbacks at the moments of a step, in the order of a step; each does nothing by default.
+    """Base class of observers: callbacks at the moments of a step, in the order of a step; each does nothing by default.
 
-    Observers are called in the order in which they were attached. An exception ends the forward or backward. They must not wait
-    for other ranks in `unit_is_full`, `outputs_are_ready`, `full_gradients`, `memory_is_for`, `unit_unshards`, `unit_reshards`
-    and `interrupted`. "Outermost": the call of a unit that is inside of no other unit's call.
+    Attach one with `engine.observers.attach`; it is called after those attached before. An exception ends the forward or
+    backward. Observers must not wait for other ranks in `unit_is_full`, `outputs_are_ready`, `full_gradients`, `memory_is_for`,
+    `unit_unshards`, `unit_reshards` and `interrupted`. "Outermost": the call of a unit that is inside of no other unit's call.
     """
 
     def unit_is_called(self) -> None:
@@ -72,7 +72,8 @@ class Observer:
         return out
 
     def outputs_are_ready(self, call: CallInForward, fulls: Sequence[Tensor], out: Any, inputs: Any) -> None:
-        """Called after a forward with gradients enabled and result `out`. `fulls`: as modules saw. `inputs`: (args, kwargs)."""
+        """Called after a forward with gradients enabled and result `out`. `fulls`: the full parameters that its modules saw.
+        `inputs`: (args, kwargs)."""
 
     def forward_ends(self, error: BaseException | None) -> None:
         """Called when the outermost forward, not in a backward, has ended with `error` or None."""
@@ -81,16 +82,19 @@ class Observer:
         """Called when a backward reaches its first unit, unless another backward is under way."""
 
     def unit_returns(self, unit: Unit, call: CallInForward | None) -> None:
-        """Called when a backward reaches `call`, before `unit` is gathered; `call` is None for a recomputation."""
+        """Called when a backward reaches `call`, before `unit` is gathered, if it needs to be. `call` is None for a
+        recomputation, for which this is called only if `unit` has no lease."""
 
     def full_gradients(self, unit: Unit, grads: Sequence[Tensor | None]) -> None:
-        """Called with this rank's full gradients of a call's trained parameters, before they are reduced or summed."""
+        """Called with this rank's full gradients of a call, one or None per trained parameter, before a reduce or sum."""
 
     def backward_ends(self) -> None:
-        """Called when the last node of a backward has run; sums of earlier backwards (no_sync) may be reduced after it."""
+        """Called when the last node of a backward has run, unless another backward is under way. Sums of earlier backwards
+        (no_sync) may be reduced after this."""
 
     def backward_ended(self, reduced: bool) -> None:
-        """Called when all gradients of a backward are written. `reduced`: False if they were only summed on this rank."""
+        """Called after `backward_ends`, or in `Engine.reduce_sums`, when all gradients are written. `reduced`: False if they
+        were only summed on this rank."""
 
     def settles(self) -> None:
         """Called before all ranks do something together between steps: a save, a load, a full state dict."""

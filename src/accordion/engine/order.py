@@ -17,7 +17,8 @@ START, END = -1, -2
 
 class UnitOrder:
     """The order in which units ran: for each unit (by index) and phase, the unit that followed it the last time. Choices depend
-    on this record alone, never on time or memory, so that all ranks gather the same units in one order.
+    on this record alone, never on time or memory, so that all ranks gather the same units in one order. In each phase call
+    `begin`, `visit` before each unit, and `end`.
 
     `budget_bytes`: the most bytes of full parameters to prefetch; None: one unit of any size. `num_bytes`: list of the bytes
     of each unit's full parameters, empty at first; the code that adds a unit to the model appends them.
@@ -36,7 +37,8 @@ class UnitOrder:
         self._last[phase] = START
 
     def visit(self, phase: Phase, unit: int) -> None:
-        """Record that `unit` is about to run. A first backward is expected to run in the reverse order of the forward."""
+        """Record that `unit` is about to run, unless the last visit was to `unit` too. A first backward is expected to run in
+        the reverse order of the forward."""
         last = self._last[phase]
         if last == unit:
             return

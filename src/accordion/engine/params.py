@@ -19,8 +19,8 @@ from accordion.engine.layout import Cut
 
 class TensorParallelView:
     """The DTensor that a parameter was before `shard` (tensor parallelism); the engine shards its local tensor. Called with the
-    gathered local tensor, this object returns the DTensor, connected to that tensor in autograd's graph. `communicators`: one
-    for each mesh axis of several ranks over which the DTensor is divided."""
+    gathered local tensor, this object returns the DTensor, connected to that tensor in autograd's graph. `mesh`, `placements`,
+    `shape`: the DTensor's. `communicators`: one for each mesh axis of several ranks over which the DTensor is divided."""
 
     def __init__(
         self, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], device: torch.device
@@ -50,17 +50,18 @@ class TensorParallelView:
 
     @property
     def is_first(self) -> bool:
-        """Return True on the first rank of `mesh`."""
+        """True on the first rank of `mesh`."""
         return not any(self.mesh.get_coordinate() or ())
 
 
 @dataclass(slots=True, weakref_slot=True)
 class Param:
-    """A parameter of the model and its sharded form. `places`: (module, attribute name) of each module that reads it.
+    """A parameter of the model and its sharded form. `places`: (weak reference to a module, name) of each attribute that is it.
 
-    `cut`: the rows that each rank keeps. `grad_dtype`: dtype of the sharded gradient; None: that in which it is summed.
-    `grad_like`: a DTensor with dtype and placement of the gradient. `context`: the ranks that share the rows. Modules see the
-    gathered tensor, or what `extension` (a tensor subclass) and then `around` (a DTensor of tensor parallelism) make of it.
+    `cut`: the rows that each rank keeps. `grad_dtype`: dtype of the sharded gradient; None: that in which it is summed. Modules
+    see the gathered tensor, or what `extension` (a tensor subclass) and then `around` (tensor parallelism) return for it. Set
+    later: `context`, the ranks that share the rows, by the `Group`; `sharded`, by the code that replaces the parameter; and
+    `grad_like`, a DTensor with dtype and placement of the gradient, by the `Unit`.
     """
 
     name: str

@@ -102,7 +102,7 @@ class PendingReduce:
 
     @property
     def lets_host_wait(self) -> bool:
-        """Return True if `finish` would make the host wait for other ranks."""
+        """True if `finish` would make the host wait for other ranks."""
         return any(transfer is not None and not transfer.ended for transfer in (self._transfer, self._outer))
 
     def abandon(self) -> None:
@@ -113,7 +113,7 @@ class PendingReduce:
 
     def _finish_sums(self, buffers: list[Tensor], reduction: AxisReduce | None = None) -> None:
         """Scale the sums in `buffers` in place, then call `group.after_reduce`, if set, with each buffer. `reduction`: the
-        reduce whose flags are in `buffers`: scaled too, but restored after the callback; None on a single rank (no flags)."""
+        reduce whose flags are in `buffers`: scaled too, but unchanged by the callback; None on a single rank (no flags)."""
         group = self._group
         if group.scale != 1.0 and len(buffers) == 1:
             buffers[0].mul_(group.scale)
@@ -146,7 +146,7 @@ class PendingReduce:
     def finish(self, decide: bool = True) -> list[Tensor | None]:
         """Let the compute stream wait for the reduce; return this rank's rows of each sum, in the sharded gradient's dtype.
         `decide`: return None, not zeros, for gradients that no rank has; the host waits for the device if this rank lacks any.
-        Raises `DivergenceError` if ranks reduced different units and the waiter asks for this check."""
+        On one rank: always None. Raises `DivergenceError` if ranks reduced different units and the waiter asks to check."""
         group, waiter = self._group, self._group.context.waiter
         if self._transfer is not None:
             self.arrive()

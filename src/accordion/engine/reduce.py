@@ -185,7 +185,8 @@ class AxisReduce:
                 yield communicator.sum(self._whole)
 
     def _cast(self, piece: Sequence[tuple[int, int, int]]) -> tuple[list[Tensor], list[Tensor]]:
-        """Cast `piece`, columns of large gradients, into the buffer for casts; return (outs, inputs) of its reduce-scatter."""
+        """Cast `piece`, (index, start, stop) of columns of large gradients, into the buffer for casts; return (outs, inputs),
+        the tensors to receive and to send in the reduce-scatter of these columns."""
         num, outs, inputs, at = self._axis.num_ranks, list[Tensor](), list[Tensor](), 0
         for i, start, stop in piece:
             inputs.append(self._received[0][at : at + num * (stop - start)])

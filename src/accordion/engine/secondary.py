@@ -18,24 +18,26 @@ from accordion.engine.streams import Steps, Transfer
 
 
 class LeavingBuffer(FullBuffer):
-    """A full buffer of which each rank keeps a copy of one slice (the attribute `part`) after a forward has freed the buffer.
+    """A full buffer of which each rank keeps a copy of one slice, the attribute `part`, after `close` in a forward.
 
-    The slices are equal parts of the whole buffer, so that one all-gather restores it. `leaves`: False to keep none. `shows`,
-    `left`: versions of the shards in the buffer and in `part`, `NO_VERSION` if unknown.
+    `own_slice`: this rank's slice of `flat`. All slices are equally long, so that one all-gather of `part` restores `flat`.
+    `leaves`: False to keep none. `shows`, set by the group, and `left`: versions of the shards in the buffer and in `part`,
+    `NO_VERSION` if unknown.
     """
 
     def __init__(
-        self, cuts: Sequence[Cut], offsets: Sequence[int], flat: Tensor, rank: int, part: slice, *, poison: bool
+        self, cuts: Sequence[Cut], offsets: Sequence[int], flat: Tensor, rank: int, own_slice: slice, *, poison: bool
     ) -> None:
         super().__init__(cuts, offsets, flat, rank, poison=poison)
         self.raw = flat.data
-        self._slice = part
+        self._slice = own_slice
         self.leaves = True
         self.part: Tensor | None = None
         self.shows = self.left = NO_VERSION
 
     def close(self) -> None:
-        """Free the full parameters. In a forward with gradients and `leaves`, first copy this rank's slice into `part`."""
+        """Free the full parameters. In a forward with gradients and `leaves`, first copy this rank's slice into `part`, if
+        `shows` is known and `part` does not have that version yet."""
         comes_back = self.leaves and torch.is_grad_enabled() and not _torch.is_in_backward()
         if comes_back and self.shows not in (NO_VERSION, self.left):
             self.part, self.left = self.raw[self._slice].clone(), self.shows
@@ -47,8 +49,8 @@ class LeavingBuffer(FullBuffer):
 
 
 class SecondaryGroup(CutGroup):
-    """A group whose full parameters stay sharded over a few ranks (`over`) between a forward and its backward. Gathers of the
-    backward use these ranks alone, unless the shards have been written since the forward."""
+    """A group whose full parameters stay sharded over a few ranks between a forward and its backward. `over`: the communicator
+    of these ranks. All gathers after the forward use it alone, until shards are written or a backward reduces gradients."""
 
     def __init__(self, context: ShardingContext, planned: GroupPlan, place: tuple[int, str]) -> None:
         assert planned.secondary is not None, "the plan names the ranks"
@@ -62,8 +64,8 @@ class SecondaryGroup(CutGroup):
         num = self.over.num_ranks
         share = aligned(-(-numel // num), self.dtype.itemsize)
         flat = torch.empty(share * num, dtype=self.dtype, device=self.context.device)
-        part = slice(self.over.rank * share, (self.over.rank + 1) * share)
-        self._leaving = LeavingBuffer(cuts, offsets, flat, rank, part, poison=poison)
+        own_slice = slice(self.over.rank * share, (self.over.rank + 1) * share)
+        self._leaving = LeavingBuffer(cuts, offsets, flat, rank, own_slice, poison=poison)
         return self._leaving
 
     def keep_slices(self, keeps: bool) -> None:

@@ -41,7 +41,7 @@ class ShardBuffer:
 
     @property
     def caches(self) -> list[Tensor]:
-        """Return copies of shards on the device, which the next gather after `mark_stale` fills again."""
+        """The copies of shards on the device, which the next gather after `mark_stale` fills again."""
         return []
 
     def refresh(self, version: int) -> Transfer | None:
@@ -70,14 +70,16 @@ class ShardBuffer:
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """Begin to move reduced gradients `rows` to the memory kind in which gradients are stored; by default do nothing.
 
-        Returns (tensors there that will have the rows, copy under way or None). `chosen`: index of each row's parameter.
-        `adding`: True for rows that are only added to a gradient. `after`: the transfer, if any, that makes the rows.
+        Returns (tensors there that will have the rows, copy under way or None). `rows`: None if no rank has a gradient, which
+        stays None. `chosen`: index of the parameter of each of `rows`. `adding`: True for rows that are only added to a
+        gradient. `after`: the transfer, if any, that makes the rows.
         """
         return rows, None
 
 
 class FlatShards(ShardBuffer):
-    """Shards in flat buffers, one per dtype, in the order of `msg`. With one dtype, gathers need not pack small shards."""
+    """Shards in flat buffers, one per dtype, in the order of `msg`. `dtypes`: the dtype of each shard. If all are equal,
+    gathers need not pack small shards."""
 
     def __init__(self, msg: Message, rank: int, dtypes: Sequence[torch.dtype], allocate: Allocate) -> None:
         self.dtype = dtypes[0] if len(set(dtypes)) == 1 else None
@@ -118,7 +120,7 @@ def zeros_on(device: torch.device) -> Allocate:
 
 
 def flats_of(msg: Message, dtypes: Sequence[torch.dtype]) -> list[tuple[torch.dtype, list[int], Message]]:
-    """Divide the shards of layout `msg` by dtype (`dtypes`, one per shard). Returns (dtype, indices, layout) per dtype."""
+    """Divide shards of layout `msg` by dtype (`dtypes`, one per shard). Return (dtype, indices of shards, layout) for each."""
     result = []
     for dtype in dict.fromkeys(dtypes):
         chosen = [i for i, d in enumerate(dtypes) if d == dtype]

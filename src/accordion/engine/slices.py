@@ -46,8 +46,8 @@ class Slices:
         self.slices = [Slice(cut, start, min(start + height, cut.chunk)) for start in starts]
 
     def gathered(self) -> Iterator[tuple[Slice, list[Tensor]]]:
-        """Yield (slice, for each parameter the rows of all ranks in it), while the next slice is gathered. The caller must not
-        write shards meanwhile, and should drop the rows of a slice before it takes the next one. A collective."""
+        """Yield (slice, list with the rows of all ranks of each parameter in the slice, unpadded); meanwhile gather the next.
+        The caller must not write shards, and should drop the rows of a slice before it takes the next one. A collective."""
         buffer = self.group.shard_buffer
         buffer.ready()
         copy = buffer.refresh(self.group.version())
@@ -82,7 +82,8 @@ class Slices:
 
 
 class SlicedReduce(PendingReduce):
-    """The reduce of the gradients of a call, slice by slice: `add` begins one after the other, `write` ends the last."""
+    """The reduce of the gradients of a call, slice by slice: `add` begins one after the other, `write` ends the last. The
+    constructor registers it in `GradientsUnderWay.reduces`; `write`, or `Engine.recover` after an error, removes it."""
 
     def __init__(self, call: Call) -> None:
         ((self._group, _, self._chosen),) = call.trained.by_group

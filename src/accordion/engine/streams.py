@@ -15,7 +15,7 @@ from accordion import _torch
 from accordion.engine.communicator import Pending
 
 Steps = Generator[Pending, None, None]
-"""A communication as a generator: it yields sets of works, each of which must have ended before `next` resumes it."""
+"""A communication as a generator of `Pending`s. The works of each must have ended before `next` resumes the generator."""
 
 PAUSE_S = 5e-4  # poll interval of a thread that waits for an event
 
@@ -33,10 +33,11 @@ class Waiter(Protocol):
         """Let the host wait for the works in `pending`. Raises `DivergenceError` if one fails. `what`: what this rank does."""
 
     def looks(self, device: torch.device) -> bool:
-        """Return True if the caller should compare the tags (numbers of units) of a collective on `device`."""
+        """Return True if the caller should compare the tags (unit numbers) of a collective on `device` by `same_everywhere`."""
 
     def same_everywhere(self, rows: Tensor, expected: Tensor, what: str) -> None:
-        """Raise an error, or let the device assert, unless each row of `rows` (num_ranks, n) equals `expected` (n,)."""
+        """Raise `DivergenceError` unless each row of `rows` (num_ranks, n) equals `expected` (n,); an accelerator asserts it
+        instead. Call this only if `looks` returns True. `what`: what this rank does."""
 
     def tell(self, text: str) -> None:
         """Report to the ranks that wait for this one that it has failed. Their error then names this rank and has `text`."""
@@ -118,7 +119,7 @@ class SideStream:
     def copy(
         self, copies: Callable[[], None], tensors: list[Any], what: str, after: Transfer | None = None
     ) -> Transfer:
-        """Run `copies()`, which begins copies, on this side stream; return the transfer. The rest is as in `start`."""
+        """Run `copies()`, which begins copies, on this side stream; return the transfer. Other arguments: as of `start`."""
 
         def steps() -> Steps:
             copies()
@@ -139,6 +140,7 @@ class SideStream:
 
 class Transfer:
     """A communication or copy on a side stream; keeps its buffers alive until `land`, `synchronize` or `abandon`.
+    `SideStream.start` makes one. Steps after works for which the host must wait (gloo) run in `land`, `join` or `synchronize`.
 
     `begun_on`: the compute stream that allocated the buffers. `landed_on`: the compute stream that called `land`, if that is
     another one; else None. `ended`: True if all steps have been started, so that the host has nothing left to wait for.
@@ -155,7 +157,8 @@ class Transfer:
         self.landed_on: Any = None
 
     def begin(self, after: Transfer | None = None) -> None:
-        """Start the steps after all work on the compute stream so far, or after the transfer `after`; called once."""
+        """Start the steps after all work on the compute stream so far, or after the transfer `after`; called once. On a
+        device without streams they start at once, or, if `late`, when the host waits; `after` is ignored."""
         side_stream = self._side_stream
         if not side_stream.sleeps:
             if not side_stream.late:
@@ -221,12 +224,14 @@ class Transfer:
             stream.wait_event(self._end)
 
     def join(self, side_stream: SideStream) -> None:
-        """Let `side_stream` wait for the end. The caller keeps this transfer alive until a later one there has landed."""
+        """Let `side_stream` wait for the end; with gloo the host waits too. The caller keeps this transfer alive until a later
+        transfer on `side_stream` has landed."""
         self._finish()
         side_stream.wait(self._end)
 
     def block(self) -> None:
-        """Block a worker thread until the transfer has ended; no buffer is freed. Raises `RuntimeError` if the program ends."""
+        """Block a worker thread until the device has ended this transfer, a copy, whose steps the host need not run. Frees no
+        buffer. Raises `RuntimeError` if the program ends."""
         # Python joins such threads at exit, and a collective before the end may never end then.
         while self._end is not None and not self._end.query():
             if not threading.main_thread().is_alive():

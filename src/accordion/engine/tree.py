@@ -17,8 +17,9 @@ def map_tensors(
 ) -> Any:
     """Return `tree`, nested tuples, lists, mappings and dataclasses, with each tensor replaced by `function(tensor)`.
 
-    A container without changes stays the same object; a changed one is copied. Objects of other types stay as they are.
-    `in_mutable`: the function for tensors inside lists, mappings and dataclasses; by default `function`.
+    A container without changes stays the same object; a changed one is copied. Objects of other types, and fields of
+    dataclasses with `init=False`, stay as they are. `in_mutable`: the function for tensors inside lists, mappings and
+    dataclasses; by default `function`.
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -48,7 +49,7 @@ def map_tensors(
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return all tensors inside the tuples, lists, mappings and dataclasses of `tree`, in order."""
+    """Return all tensors inside the tuples, lists, mappings and dataclasses (fields with `init=True`) of `tree`, in order."""
     tensors: list[Tensor] = []
     _collect(tree, tensors)
     return tensors
@@ -70,7 +71,7 @@ def _collect(tree: Any, tensors: list[Tensor]) -> None:
 
 
 def overlapping(outputs: Sequence[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
-    """Return the `outputs` that share their storage with another output or with one of `others`."""
+    """Return the strided tensors of `outputs` that share their storage with another output or with one of `others`."""
     count = Counter(t.untyped_storage()._cdata for t in outputs if t.layout is torch.strided)
     count.update({t.untyped_storage()._cdata for t in others if t.layout is torch.strided})
     return [t for t in outputs if t.layout is torch.strided and count[t.untyped_storage()._cdata] > 1]

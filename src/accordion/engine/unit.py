@@ -26,8 +26,8 @@ from accordion.errors import UsageError
 class ReduceNode:
     """The autograd node that waits for the reduces of a unit's gradients; calls share it, because creating one takes 40 us.
 
-    `edge`: its output, a scalar that links it to each call's node Gather. `stream`: the compute stream on which the node runs.
-    `reducing`: id of a running backward -> the (call, its reduces) for which the node will wait.
+    `edge`: the node's output, a scalar that links it to each call's node Gather. `stream`: the compute stream on which it runs.
+    `reducing`: id of a running backward -> list of (call, its reduces, one per group) for which the node will wait.
     """
 
     edge: Tensor
@@ -40,7 +40,7 @@ class TrainedParams:
     """The parameters of a unit that require gradients, as parallel lists, and the autograd node that their calls share.
 
     `indices`: theirs in the unit. `params`: the sharded parameters. `views`: the full ones. `likes`: DTensors with placement
-    and dtype of the sharded gradients. `by_group`: per group with such parameters (group, slice of these lists, indices in it).
+    and dtype of the sharded gradients. `by_group`: (group, slice of these lists, indices in the group) per group that has some.
     """
 
     indices: tuple[int, ...]
@@ -57,8 +57,8 @@ class UnitPolicy:
 
     `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: keep them after a backward too,
     until gradients are reduced or shards written. `reduces`: False to sum gradients on this rank, as under no_sync. `ahead`:
-    indices of the units to prefetch while this one runs, by phase; a phase without an entry follows the recorded order.
-    `on_convert`: called before `module.to(...)` and similar methods.
+    phase -> indices of the units to prefetch while this one runs ([]: none); a phase without an entry follows the recorded
+    order. `on_convert`: called, without arguments, before `module.to(...)` and similar methods.
     """
 
     keep: bool | None = None
@@ -74,8 +74,9 @@ def is_layer(module: nn.Module) -> bool:
 
 
 class Unit:
-    """The parameters of a module that are gathered and freed together. `acquire` and `release` count the `leases`; without any,
-    the full parameters are freed, unless the strategy or the unit's policy keeps them."""
+    """The parameters of a module that are gathered and freed together. To use them, call `unshard`, `acquire`, and `release` at
+    the end. The last two count the `leases`; without any, the full parameters are freed, unless the strategy or the unit's
+    policy keeps them. `place`: (index, name)."""
 
     observers: Any  # the engine's `Observers`, which `Hooks` sets; its module imports this one
 
@@ -127,7 +128,7 @@ class Unit:
 
     @property
     def needs_full_in_backward(self) -> bool:
-        """Return True, except for an `nn.Embedding` whose forward was not replaced: its backward needs no weight."""
+        """True, except for an `nn.Embedding` whose forward was not replaced: its backward needs no weight."""
         if not self.is_layer:
             return True
         module = self.module()
@@ -145,7 +146,7 @@ class Unit:
         return TrainedParams(indices, [p.sharded for p in params], views, likes, by_group)
 
     def drop_stale(self) -> None:
-        """Mark the full parameters for a new gather if shards were written since the last one; their memory stays allocated."""
+        """Mark full parameters for a new gather if shards were written since they were gathered; memory stays allocated."""
         if self.is_unsharded and any(g.filled != g.version() for g in self._gathered):
             if self._under_way:
                 self._land()
@@ -188,12 +189,12 @@ class Unit:
 
     @property
     def is_full(self) -> bool:
-        """Return True if the full parameters are gathered, and no gather is under way."""
+        """True if the full parameters are gathered, and no gather is under way."""
         return self.is_unsharded and not self._under_way
 
     def acquire(self) -> int:
-        """Take a lease on the full parameters, and return the version of the shards from which they were gathered. Call
-        `unshard` before. The compute stream waits for the gather. The memory is kept until every lease is released."""
+        """Take a lease on the full parameters; call `unshard` before. The compute stream waits for the gather. The memory is
+        kept until every lease is released. Returns the version of shards that a running gather read, else the current one."""
         if self._under_way:
             self._land()
             version = sum([g.filled for g in self._gathered])
@@ -250,7 +251,8 @@ class Unit:
         self.mark_stale()
 
     def note_memory(self) -> None:
-        """Record the memory of full parameters, if they are plain tensors, for `lost_write` to detect `weight.data = ...`."""
+        """Record the memory of full parameters, if they are plain tensors, for `lost_write` to detect `weight.data = ...`. Call
+        this again after shards that are themselves the full parameters have got other memory."""
         # None for fake tensors, which have no addresses.
         is_real = not self.module_params.has_around and all(_torch.fake_device(v) is None for v in self.views)
         self._memory = [v.data for v in self.views] if is_real else None
@@ -268,7 +270,8 @@ class Unit:
             notify(self)
 
     def version(self) -> int:
-        """Return a number that grows with every write to a shard, except steps of torch's fused optimizers."""
+        """Return a number that grows with every write to a shard, except steps of torch's fused optimizers. Shards that are
+        themselves the full parameters do not count."""
         return sum([g.version() for g in self._gathered])
 
     def mark_stale(self) -> None:
@@ -276,7 +279,8 @@ class Unit:
             group.mark_stale()
 
     def writes(self) -> int:
-        """Return the number of writes into full parameters so far. Gathers do not count. Such writes do not reach shards."""
+        """Return the number of writes into full parameters so far; such writes do not reach shards. Not counted: gathers, and
+        writes into tensor subclasses or shards that are themselves the full parameters."""
         return sum([full_buffer.flat._version for full_buffer in self._full_buffers])
 
     def lost_write(self, writes: int, fulls: Sequence[Tensor]) -> UsageError | None:
@@ -320,7 +324,7 @@ class Unit:
     ) -> list[PendingReduce]:
         """Begin to reduce full gradients over ranks; return one `PendingReduce` per entry of `trained.by_group`.
 
-        Sums that backwards under no_sync left on this rank are added to them and forgotten. `grads`: one per trained parameter;
+        Sums that backwards under no_sync left on this rank are added and forgotten. `grads`: one or None per trained parameter;
         None to reduce those sums alone. `ours`: True for gradients to which nothing else refers: they may be overwritten.
         """
         added = not self.local_sums.pending.isdisjoint(trained.indices)

@@ -65,8 +65,8 @@ def split_sequence(
         shift: token i predicts label i + 1, also across the ends of parts. Pass False if token i predicts label i.
         ignore_index: the label of tokens without a loss.
 
-    Returns: the parts, with `position_ids` (1, tokens of this rank) if `batch` has none. If `batch` has labels, also:
-        `shift_labels`: (batch, tokens of this rank), the label that each token predicts; only with `shift`.
+    Returns: the parts, with `position_ids` (1, tokens of this rank) if `batch` has none. With `labels` or `shift_labels` also:
+        `shift_labels`: (batch, tokens of this rank), the label that each token predicts: those of `batch`, or new if `shift`.
         `num_items_in_batch`: the number of tokens of the whole batch that have a loss, or instead the `num_items_in_batch` of
             `batch` if it has one; in both cases divided by the number of ranks. The sum of this rank's losses divided by this
             number is a loss whose mean over ranks is that of the whole batch.
@@ -119,7 +119,8 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _compare_once(batch: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """At the first call with `group`, a collective, raise `UsageError` on all ranks if their batches differ. Later do nothing."""
+    """In the first call with `group`, a collective, raise `UsageError` on all ranks if their batches' tensors differ. Later
+    calls do nothing."""
     compared = f"accordion/sequence/{_torch.name_of_group(group)}/"
     if _torch.kept_with_job(compared):
         return

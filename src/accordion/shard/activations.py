@@ -31,8 +31,8 @@ NO_CACHES: dict[str, Any] = {"past_key_values": None, "past_key_value": None, "l
 
 
 class _Choice:
-    """Callback for the operators of one forward, in their order: returns True if the operator's result is kept, so that the
-    backward does not compute it again: for the first, third, ... matrix product, and for attention without dropout."""
+    """Callback (op, args, kwargs) for the operators of one forward, in their order: returns True if a result is kept, so that
+    the backward does not compute it again: for the first, third, ... matrix product, and for attention without dropout."""
 
     def __init__(self) -> None:
         self._num_products = 0
@@ -136,9 +136,9 @@ def checkpoint_forward(module: nn.Module, how: ActivationCheckpointing, offload:
     """Replace the forward of `module` by one that the backward recomputes. With gradients disabled it runs as before. With them
     enabled, transformers' caches of keys and values are not passed on, and the keyword argument `use_cache` becomes False.
 
-    `how`: if `selective`, the results that `_Choice` chooses are kept. `offload`: stores the first input that has a `grad_fn`,
-    usually the previous unit's output, until the recomputation; not used in compiled code. The unit's hooks stay outside of the
-    wrapper, so that the backward gathers the unit once.
+    `how`: if `selective`, the results that `_Choice` chooses are kept. `offload`: called with the first input that has a
+    `grad_fn`, usually the previous unit's output, and stores it until the recomputation; None to keep the input; not used in
+    compiled code. The unit's hooks stay outside of the wrapper, so that the backward gathers the unit once.
     """
     instance_forward = module.__dict__.get("forward")  # assigned to the instance
     reference = weakref.ref(module)

@@ -61,11 +61,11 @@ def shard(
         mesh: 1-D, by default of all ranks; a hybrid strategy needs a 2-D one, ("replicate", "shard").
         sharding: how to shard; None: by `fields`.
         sync: take the first rank's values on all ranks; models of the other ranks may be on the meta device.
-        debug: any of "streams", "order" and "finite". "streams" fills freed memory with NaN and delays collectives until they
-            are waited for, to reveal a use after free or a missing wait. "order" lets ranks agree on each collective before it,
-            as they otherwise do in the first step. "finite" names the unit and the phase in which NaN or inf first occurred.
-            With any of them, every forward is checked for writes into full parameters through `.data`, which would be lost.
-            Without them, only the first step of each unit is checked.
+        debug: one or several of "streams", "order" and "finite". "streams" fills freed memory with NaN and delays collectives
+            until they are waited for, to reveal a use after free or a missing wait. "order" lets ranks agree on each collective
+            before it, as they otherwise do in the first step. "finite" names the unit and the phase in which NaN or inf first
+            occurred. With any of them, every forward is checked for writes into full parameters through `.data`, which would be
+            lost. Without them, only the first step of each unit is checked.
         fields: fields of `Sharding`, in place of `sharding`: `shard(model, strategy="shard_optim", precision="bf16")`.
 
     Raises `UsageError` for arguments that cannot be combined and for a model that cannot be sharded. Raises `DivergenceError`,
@@ -222,9 +222,9 @@ def _attach_engine(make: CommunicatorMaker, make_arena: ArenaMaker, model: nn.Mo
 
 
 def entry_point(module: nn.Module, name: str) -> None:
-    """Replace the method `name` of `module`, such as "generate" or "encode", by one that gathers full parameters as `forward`
-    does. They are freed when the method returns, so it must be no generator and no coroutine. `module`: the sharded model, or a
-    module that is a unit. Raises `UsageError` for any other."""
+    """Replace the method `name` of `module`, such as "generate" or "encode", by that of its class with a gather of full
+    parameters as in `forward`. They may be freed when the method returns, so it must be no generator and no coroutine.
+    `module`: the sharded model, or a module that is a unit. Raises `UsageError` for any other."""
     hooks = attached_to(module)
     if hooks is None:
         raise UsageError(

@@ -42,9 +42,9 @@ from accordion.units import Owned, gathered_dtype, other_units_read
 class UnitSpec:
     """Arguments to build a unit. A call of any of `modules` is a call of the unit.
 
-    `planned`: groups of plain parameters, each gathered together. `extended`: parameters that are tensor subclasses with their
-    own all-gather. `mesh`, `context`: the mesh of the `extended` parameters, and the ranks over which they are sharded (None:
-    the model's). `extension_policy`: passed to their all-gather methods as `mp_policy`; None: made from `precision`.
+    `planned`: groups of plain parameters, each gathered together. `extended`: (parameter, its cut) of tensor subclasses with
+    their own all-gather. `mesh`, `context`: the mesh of the `extended` parameters, and the ranks over which they are sharded
+    (None: the model's). `extension_policy`: passed to their all-gather methods as `mp_policy`; None: made from `precision`.
     `casts_outputs`: cast results to `precision.output`.
     """
 
@@ -128,9 +128,9 @@ def with_tiers(
     """Return a copy of `context` whose shard buffers store each unit's state on the device, host or disk, as its entry of
     `offloads` says; return `context` itself if nothing is offloaded. Allocates the host memory and files. A collective.
 
-    `planned`: the groups of each unit. `policy`: the model's `Offload`, whose budgets hold for units without an override.
-    Raises `UsageError` on every rank if one lacks memory or disk space (that rank may raise `OffloadError`), or if the
-    `grad_dtype` of an offloaded parameter is not its dtype.
+    `planned`: the groups of each unit. `policy`: the model's `Offload`, whose budgets hold for units without an override; None:
+    each unit has budgets of its own. Raises `UsageError` on every rank if one lacks memory or disk space (that rank may raise
+    `OffloadError`), or if the `grad_dtype` of an offloaded parameter is not its dtype.
     """
     if not any(each.asks for each in offloads):
         return context

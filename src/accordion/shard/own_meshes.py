@@ -31,9 +31,9 @@ def check_choice(meshes: MeshChoice | None, strategy: Strategy, *, sync: bool) -
 def own_meshes(
     model: nn.Module, owned: Sequence[Owned], meshes: MeshChoice, mesh: DeviceMesh, strategy: Strategy
 ) -> list[DeviceMesh | None]:
-    """Return for each of `owned` the mesh in `meshes` whose key matches the parameter, the last one if several do; None if it
-    is on the model's `mesh`. Raises `UsageError` for a key that matches no parameter, for a mesh with ranks outside of `mesh`,
-    without this rank or with too many axes, and for a parameter that cannot be sharded over its mesh."""
+    """Return for each of `owned` the mesh in `meshes` whose key matches the parameter, the last one if several do; None for a
+    parameter on the model's `mesh`. Raises `UsageError` for a key that matches no parameter, for a mesh with ranks outside of
+    `mesh`, without this rank or with too many axes, and for a parameter that cannot be sharded over its mesh."""
     chosen: list[DeviceMesh | None] = [None] * len(owned)
     for key, asked in meshes.items():
         named = [i for i, o in enumerate(owned) if _names(model, key, o)]
@@ -51,7 +51,8 @@ def own_meshes(
 
 
 def _names(model: nn.Module, key: type[nn.Module] | str, o: Owned) -> bool:
-    """Return True if `key` matches a name of the parameter `o`, or the name or class of a module that contains it."""
+    """Return True if `key` matches a name of the parameter `o`, or the name or class of a module in `model` that contains `o`;
+    the class of `model` itself matches nothing."""
     for name in o.names:
         parts = name.split(".")
         around = [".".join(parts[:i]) for i in range(1, len(parts))]

@@ -19,9 +19,9 @@ from accordion.units import Owned
 
 
 def replace(o: Owned, local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    """Replace parameter `o`, in all modules that read it, by a DTensor of this rank's rows `local`, and return the DTensor. It
-    takes over Python attributes, gradient hooks and `grad_dtype`. The old parameters lose their data, and their class becomes
-    `ReplacedParameter`; tensor subclasses keep both."""
+    """Replace parameter `o`, in all modules that read it, by a DTensor of this rank's rows `local`, and return the DTensor,
+    which takes over Python attributes, gradient hooks and `grad_dtype`. The old parameters lose their data, and their class
+    becomes `ReplacedParameter`; tensor subclasses keep both."""
     shape = o.original.shape
     stride = torch.empty(shape, device="meta").stride()
     # With a local tensor on the meta device, because others are moved to the mesh's device, and rows may be on the host.

@@ -123,8 +123,8 @@ def extended_groups(
 
 
 class SubclassParam:
-    """One parameter that is a tensor subclass: its gathers by `begin` and `end`, the tensors `gathered` from all ranks, and
-    `seen`, the tensor that the subclass makes of them for the modules."""
+    """One parameter that is a tensor subclass. For each gather, `_SubclassGroup` calls `begin`, gathers the returned tensors
+    into `gathered`, and calls `end`, which makes `seen`, the tensor for modules. `shown` links `seen` to autograd's graph."""
 
     def __init__(
         self, param: Param, dtype: torch.dtype, context: ShardingContext, mesh: DeviceMesh, policy: Any
@@ -177,7 +177,8 @@ class SubclassParam:
 
 
 def _sent(tensor: Tensor, c: Cut) -> Tensor:
-    """Return `tensor` as a plain tensor. If this rank has fewer rows than others, pad it with rows of zeros to equal size."""
+    """Return `tensor` as a plain tensor. If it has this rank's rows of the parameter, cut on dim 0, and other ranks have more
+    rows, pad it with rows of zeros to equal size. Tensors of another shape are not padded."""
     if not _torch.is_plain(tensor):
         tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     short = 0 if c.dim is None or not tensor.dim() else c.chunk - tensor.shape[0]
@@ -199,7 +200,7 @@ class _Shown(torch.autograd.Function):
 
 
 class _SubclassGather(Transfer):
-    """A gather that calls `then` after the compute stream was made to wait for its end."""
+    """A gather whose `land` makes the compute stream wait for the end, and then calls `then()`, which its maker sets."""
 
     __slots__ = ("then",)
     then: Callable[[], None]

@@ -75,8 +75,9 @@ def wire(
 ) -> ShardingContext:
     """Return the sharding context of a model on `mesh`, with new communicators and side streams. A collective.
 
-    `scale`: factor of summed gradients. `late`: True for debug="streams", which delays transfers. Raises `UsageError` if the
-    machine lacks the mesh's devices, and `DivergenceError` if ranks passed different meshes, or another rank is gone.
+    `scale`: factor of summed gradients. `late`: True for debug="streams", which delays transfers. `make`: called for each axis
+    of `mesh`, makes the communicator of its process group. Raises `UsageError` if the machine lacks the mesh's devices, and
+    `DivergenceError` if ranks passed different meshes, or another rank is gone.
     """
     device = device_of(mesh)
     try:
