@@ -329,6 +329,8 @@ def test_ranks_that_share_sequences_take_the_same_steps(mesh: Any, tmp_path: Pat
     assert history(by_rank, "loss")[0] == pytest.approx(history(parts, "loss")[0], rel=0.05)
     with pytest.raises(acc.UsageError, match="sequence=2"):
         parts.predict(sentences(4))
+    with pytest.raises(acc.UsageError, match="a sequence parallel model does not generate"):
+        parts.model.generate(torch.ones(1, 4, dtype=torch.int64))
     for size, extra, words in (
         (3, {}, "sequence=3 does not divide the 4 ranks"),
         (2, {"compute_metrics": dict}, "compute_metrics needs whole sequences"),

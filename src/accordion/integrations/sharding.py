@@ -83,7 +83,8 @@ class ShardArguments:
             if type(module).__module__.partition(".")[0] == "transformers":
                 vars(module)["_is_fsdp_managed_module"] = True
         method = getattr(type(model), "generate", None)
-        if callable(method) and not inspect.isgeneratorfunction(method):
+        # `sequence_parallel` has assigned a `generate` to the model that refuses to run.
+        if callable(method) and "generate" not in vars(model) and not inspect.isgeneratorfunction(method):
             entry_point(model, "generate")
 
 
