@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from accordion.errors import UsageError
 from accordion.models.stored import end_of_turn
@@ -23,7 +23,7 @@ from accordion.train.config import Config, DataConfig, ModelConfig
 from accordion.train.examples import Encoder, Message
 from accordion.train.language_work import LanguageWork, check_enough, generation_settings, trained_model
 from accordion.train.packing import Collate, ExampleRows, packed, preview
-from accordion.train.sources import DataRow, find
+from accordion.train.sources import DataRow
 from accordion.train.token_tables import Examples
 from tests.support import language_folders
 
@@ -67,6 +67,13 @@ def example(words: Any, **values: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids, answers) of a row in which the fields `values` are in line 7 of a file."""
     kind = "chat" if "messages" in values else "prompt"
     return Encoder(words, kind).example(DataRow(where="'x.jsonl' line 7", values=values, split="train"))
+
+
+def examples_of(ids: np.ndarray, answers: np.ndarray, ends: Sequence[int] | np.ndarray) -> Examples:
+    """Return examples whose tokens and answers, (tokens,) each, follow each other; `ends`: of each example."""
+    columns = {"ids": np.split(ids, ends)[:-1], "answers": np.split(answers, ends)[:-1]}
+    columns["num_answers"] = [int(part.sum()) for part in columns["answers"]]
+    return Examples(pa.table(columns), np.arange(len(ends)))
 
 
 def learnt_of(template: str, messages: list[Message], **values: Any) -> tuple[str, str]:
@@ -225,9 +232,6 @@ def test_the_assistant_may_open_a_conversation(template: str) -> None:
 
 def test_the_end_of_a_turn_is_known_by_the_backend_too() -> None:
     """A special token without a name in transformers: text after it is not learnt, and generation stops at it."""
-    from tokenizers import AddedToken
-    from transformers import PreTrainedTokenizerFast
-
     own = language_folders.tokenizer().backend_tokenizer
     own.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
     words = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|endoftext|>", chat_template=CHATML)
@@ -237,28 +241,7 @@ def test_the_end_of_a_turn_is_known_by_the_backend_too() -> None:
     assert end_of_turn(language_folders.tokenizer()) is None
 
 
-@pytest.mark.parametrize("kind", ["parquet", "datasets", "folder"])
-def test_rows_are_read_from_each_format(tmp_path: Path, kind: str) -> None:
-    talks = [{"messages": [SAY, {"role": "assistant", "content": str(i)}], "more": i} for i in range(30)]
-    if kind == "folder":
-        path = tmp_path
-        (path / "x.jsonl").write_text("\n".join(map(json.dumps, talks)) + "\n\n")
-        (path / "README.md").write_text("beside it")
-    elif kind == "parquet":
-        import pyarrow as pa
-        from pyarrow import parquet
-
-        parquet.write_table(pa.Table.from_pylist(talks), path := tmp_path / "x.parquet")
-    else:
-        datasets = pytest.importorskip("datasets")
-        datasets.Dataset.from_list(talks).save_to_disk(path := tmp_path / "set")
-    found = list(find(DataConfig(path=str(path), format="chat")).rows())
-    assert [r.values for r in found] == [{"messages": talk["messages"]} for talk in talks]
-    assert {r.split for r in found} <= {"train", "validation"}
-    assert all(str(i + (kind != "datasets")) in r.where for i, r in enumerate(found))
-
-
-def test_the_preview_shows_what_is_learnt(tmp_path: Path) -> None:
+def test_the_preview_shows_what_is_learnt() -> None:
     words = tokenizer()
     ids, answers = example(words, messages=TALK)
     (parts,) = preview(examples_of(ids, answers, [len(ids)]), words, 512)
@@ -281,18 +264,11 @@ def test_the_end_of_an_answer_is_added_to_the_end_tokens(tmp_path: Path) -> None
     assert stored["model_config"]["eos_token_id"] == [0, 9, 7]
 
 
-def examples_of(ids: np.ndarray, answers: np.ndarray, ends: Sequence[int] | np.ndarray) -> Examples:
-    """Return examples whose tokens and answers, (tokens,) each, follow each other; `ends`: of each example."""
-    columns = {"ids": np.split(ids, ends)[:-1], "answers": np.split(answers, ends)[:-1]}
-    columns["num_answers"] = [int(part.sum()) for part in columns["answers"]]
-    return Examples(pa.table(columns), np.arange(len(ends)))
-
-
 SEQ = 24
 
 
-def examples(count: int = 40, longest: int = 20, seed: int = 0) -> Examples:
-    draws = np.random.default_rng(seed)
+def examples(count: int = 40, longest: int = 20) -> Examples:
+    draws = np.random.default_rng(0)
     lengths = draws.integers(3, longest, count)
     tokens = draws.integers(1, 300, lengths.sum())
     answers = draws.random(lengths.sum()) < 0.4
