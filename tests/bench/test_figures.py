@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,13 +41,9 @@ def trainer_on_cuda(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
 
 
 def test_a_contender_frees_cached_device_memory_for_the_next(monkeypatch):
-    class NoTimes:
-        def times(self) -> dict[str, float]:
-            return {}
-
     one, done = trainer_on_cuda(monkeypatch)
     one._allocations = None
-    one._step = lambda: (torch.tensor(1.0), NoTimes())
+    one._step = lambda: (torch.tensor(1.0), SimpleNamespace(times=dict))
     for ask in (lambda: one.losses(2), one.wire):
         ask()
         assert done == ["synchronize", "empty cache"], "the next contender starts while this one lives"
@@ -54,18 +51,12 @@ def test_a_contender_frees_cached_device_memory_for_the_next(monkeypatch):
 
 
 def test_steps_of_a_turn_are_queued_and_host_time_is_measured_in_another_step(monkeypatch):
-    class Timed:
-        def __init__(self, at: float) -> None:
-            self.at = at
-
-        def times(self) -> dict[str, float]:
-            return {"step": self.at, "host": self.at, "cpu": self.at}
-
     one, done = trainer_on_cuda(monkeypatch)
 
-    def step(batch: str = "") -> tuple[torch.Tensor, Timed]:
+    def step(batch: str = "") -> tuple[torch.Tensor, Any]:
         done.append(f"step {batch}".strip())
-        return torch.tensor(1.0), Timed(float(len(done)))
+        times = dict.fromkeys(("step", "host", "cpu"), float(len(done)))
+        return torch.tensor(1.0), SimpleNamespace(times=lambda: times)
 
     one._step = step
     one._batch = lambda: done.append("copied") or "b"
@@ -232,10 +223,8 @@ def test_the_hidden_share_of_the_optimizer():
     found = offload.measured([ranks] * 2, {"arena": 1, "disk": 1})
     assert (found.step.median, found.shown.median) == (6.0, 1.0), "of the slowest rank"
     assert found.waiting.median == 8.0
-    assert found.hidden is not None
-    assert found.gained is not None
-    assert found.disk_rate is not None
-    assert (found.hidden.median, found.gained.median, found.disk_rate.median) == (0.75, 0.5, 0.75)
+    shares = [spread.median for spread in (found.hidden, found.gained, found.disk_rate) if spread]
+    assert shares == [0.75, 0.5, 0.75]
     assert found.losses == [1.0] * 6
     offload.check({offload.OURS: found, offload.DISK: found})
     other = dataclasses.replace(found, losses=[1.0] * 5 + [1.0 + 1e-7])

@@ -112,15 +112,13 @@ def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, sources, 
     run = language_folders.run(tmp_path / "run")
     tokenizer = (run / "tokenizer.json").rename(run / "checkpoints" / "tokenizer.json")
     export(run / "checkpoints" / "step-000100", tmp_path / "hf")
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    words = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
-    shown = words("a line", return_tensors="pt")["input_ids"]
-    output = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generate(shown, max_new_tokens=9, do_sample=False)
-    text = words.decode(output[0, shown.shape[1] :], skip_special_tokens=True)
+    PreTrainedTokenizerFast(tokenizer_file=str(tokenizer)).save_pretrained(tmp_path / "hf")
+    text, count = of_transformers(tmp_path / "hf", "a line", 9)
     for source in sources:
         answers = generated(capfd, run / source, f"--prompt 'a line' --nproc 2 --hold {hold} --max-new-tokens 9")
-        assert answers == [{"prompt": "a line", "text": text, "tokens": 9, "ended": False}]
+        assert answers == [{"prompt": "a line", "text": text, "tokens": count, "ended": False}]
 
 
 @pytest.mark.parametrize("hold", [pytest.param("full", marks=pytest.mark.slow), "units"])
