@@ -165,7 +165,7 @@ def test_one_prompt_is_streamed_and_several_are_printed_with_their_prompts(folde
 
 @pytest.mark.parametrize(("free", "how"), [(2**40, "full parameters"), (2**10, "unit by unit")])
 def test_free_memory_decides_if_the_model_is_kept_full(free, how, folder, capfd, monkeypatch):
-    """Free memory is read on each rank; the forked ranks use the patched value."""
+    """Free memory is read on each rank: here by the one rank in this process, which has the patched value."""
     monkeypatch.setattr(launch, "start", in_process)
     monkeypatch.setattr(ranks_of_generate, "free_bytes", lambda device, num_ranks: free)
     assert cli.main(["generate", str(folder), "--prompt", "b", "--max-new-tokens", "2", "--device", "cpu"]) == 0
