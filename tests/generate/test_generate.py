@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import accordion as acc
 from accordion import cli
@@ -25,6 +24,7 @@ from accordion.generate.ranks import TextWriter
 from accordion.models.stored import computing, find_model, meta_model, tokenizer_of
 from accordion.train import launch
 from tests.support import forked, language_folders
+from tests.support.meters import Wire
 from tests.support.refused import refused
 from tests.support.sample import sampled
 
@@ -105,25 +105,20 @@ def test_sampling_depends_on_the_seed_and_not_on_the_number_of_ranks(folder, tmp
 
 @pytest.mark.parametrize(
     ("hold", "sources"),
-    [
-        pytest.param("full", (".", "checkpoints"), marks=pytest.mark.slow),
-        ("units", ("checkpoints/step-000100",)),
-    ],
+    [pytest.param("full", (".", "checkpoints"), marks=pytest.mark.slow), ("units", ("checkpoints/step-000100",))],
     ids=["full", "units"],
 )
 def test_a_run_and_its_checkpoint_write_what_their_export_writes(hold, sources, tmp_path, capfd):
     run = language_folders.run(tmp_path / "run")
     tokenizer = (run / "tokenizer.json").rename(run / "checkpoints" / "tokenizer.json")
     export(run / "checkpoints" / "step-000100", tmp_path / "hf")
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    words = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
-    shown = words("a line", return_tensors="pt")["input_ids"]
-    output = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generate(shown, max_new_tokens=9, do_sample=False)
-    text = words.decode(output[0, shown.shape[1] :], skip_special_tokens=True)
+    PreTrainedTokenizerFast(tokenizer_file=str(tokenizer)).save_pretrained(tmp_path / "hf")
+    text, count = of_transformers(tmp_path / "hf", "a line", 9)
     for source in sources:
         answers = generated(capfd, run / source, f"--prompt 'a line' --nproc 2 --hold {hold} --max-new-tokens 9")
-        assert answers == [{"prompt": "a line", "text": text, "tokens": 9, "ended": False}]
+        assert answers == [{"prompt": "a line", "text": text, "tokens": count, "ended": False}]
 
 
 @pytest.mark.parametrize("hold", [pytest.param("full", marks=pytest.mark.slow), "units"])
@@ -170,7 +165,7 @@ def test_one_prompt_is_streamed_and_several_are_printed_with_their_prompts(folde
 
 @pytest.mark.parametrize(("free", "how"), [(2**40, "full parameters"), (2**10, "unit by unit")])
 def test_free_memory_decides_if_the_model_is_kept_full(free, how, folder, capfd, monkeypatch):
-    """Free memory is read on each rank; the forked ranks use the patched value."""
+    """Free memory is read on each rank: here by the one rank in this process, which has the patched value."""
     monkeypatch.setattr(launch, "start", in_process)
     monkeypatch.setattr(ranks_of_generate, "free_bytes", lambda device, num_ranks: free)
     assert cli.main(["generate", str(folder), "--prompt", "b", "--max-new-tokens", "2", "--device", "cpu"]) == 0
@@ -201,16 +196,6 @@ def test_full_parameters_write_with_the_operators_of_transformers(world, folder)
     assert not [name for name in ours if "c10d" in name]
 
 
-class Counted(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def operators_of_both(mesh: Any, folder: str) -> tuple[Counter[str], Counter[str]]:
     """Return the operators for a text of 100 tokens: with full parameters under one lease, and of the plain model."""
     from transformers import AutoModelForCausalLM
@@ -226,11 +211,11 @@ def operators_of_both(mesh: Any, folder: str) -> tuple[Counter[str], Counter[str
     plain.generation_config = writer._settings  # what it has of its own would be mixed in
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad(), acc.full_params(model):
-        with Counted() as own:
+        with Wire() as own:
             writer.write({0: tuple(ids[0].tolist())})
-        with Counted() as others:
+        with Wire() as others:
             plain.generate(ids, attention_mask=torch.ones_like(ids), generation_config=writer._settings)
-    return own.found, others.found
+    return own.seen, others.seen
 
 
 WRONG = {

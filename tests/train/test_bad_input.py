@@ -197,19 +197,19 @@ OF_TASKS = {
     "too little data": (changed("randn(50, 4)", "randn(15, 4)"), [], "one step takes 16 samples"),
     "data of no kind": (changed(DATA, "3"), [], "returned a int; it must return a dataset"),
     "a loader for all ranks": (
-        changed(DATA, "DataLoader(TensorDataset(torch.randn(50, 4)), shuffle=True)"),
+        changed(DATA, "DataLoader(torch.randn(50, 4), shuffle=True)"),
         [],
-        "by which every rank would read the same samples",
+        "read the same samples",
     ),
     "an iterable that is short": (changed(DATA, "iter([torch.ones(4)] * 9)"), [], "has no batch, or less than a step"),
     "a loss that is no number": (changed(LOSS, "model(batch[0])"), [], "is a tensor of shape (8, 8)"),
     "a loss that is no tensor": (changed(LOSS, "3.0"), [], "loss is a float"),
     "a loss of nothing": (changed(LOSS, "torch.zeros(())"), [], "does not depend on a parameter"),
     "no such unit": (TASK, ["--shard.units", "Linaer"], "Linear"),
-    "rate beside an optimizer": (
+    "an unused rate": (
         TASK,
         ["--optimizer", "torch.optim.SGD", "--train.lr", "0.5"],
-        "train.lr is 0.5, but has no effect with your own optimizer",
+        "no effect with your own optimizer",
     ),
     "no such optimizer option": (TASK, ["--optimizer", "torch.optim.SGD", "--optimizer.momentun", "1"], "momentum"),
     "no such optimizer": (TASK, ["--optimizer", "torch.optim.SDG"], "did you mean 'SGD'?"),
@@ -223,24 +223,12 @@ def task(content: str, flags: list[str]) -> Make:
 CASES = {
     "misspelt help": (words("--hlep"), "did you mean '--help'?"),
     "no flag": (words("train.steps=3"), "'train.steps=3' belongs to no option; did you mean '--train.steps'?"),
-    "run file without --config": (
-        words("run.yaml"),
-        "'run.yaml' follows no option; a run file is given as --config run.yaml.",
-    ),
+    "run file without --config": (words("run.yaml"), "'run.yaml' follows no option; a run file is given as --config"),
     "checkpoints on remote storage": (words("--checkpoint.dir s3://bucket/run"), "'s3://bucket/run', a URL"),
-    "run file that is a pipe": (
-        files({"run.yaml": PIPE}, "--config", "run.yaml"),
-        "run file 'run.yaml' is no regular file",
-    ),
-    "config that is a pipe": (
-        model({"config.json": PIPE}),
-        "its config.json cannot be read: [Errno 22] no regular file",
-    ),
+    "run file that is a pipe": (files({"run.yaml": PIPE}, "--config", "run.yaml"), "'run.yaml' is no regular file"),
+    "config that is a pipe": (model({"config.json": PIPE}), "config.json cannot be read: [Errno 22] no regular file"),
     "data that is a pipe": (files({"lines.txt": PIPE}, "--data.path", "lines.txt"), "is no regular file"),
-    "manifest that is a pipe": (
-        resumed(STEP, checkpoint(), manifest=PIPE),
-        "is no checkpoint: it has no manifest.json",
-    ),
+    "manifest that is a pipe": (resumed(STEP, checkpoint(), manifest=PIPE), "is no checkpoint: it has no manifest"),
     "cache that cannot be made": (files({"../cache": ""}), "cache/accordion/tokenizers: Not a directory"),
     "no text at all": (rows("\n"), "has no text"),
     "sequence longer than the data": (words("--data.seq_len 4096"), "than a row of data.seq_len 4096 tokens takes"),
@@ -248,10 +236,7 @@ CASES = {
     "replicas do not divide": (words("--shard.strategy hybrid_shard --shard.replicas 3"), "does not divide the 2"),
     "sequence does not divide": (words("--shard.sequence 3 --data.seq_len 18"), "does not divide the 2 ranks"),
     "tokens are not divisible": (words("--shard.sequence 2 --data.seq_len 17"), "data.seq_len is 17, which"),
-    "heads are not divisible": (
-        words("--shard.sequence 8 --launch.nproc 8"),
-        "2 attention heads cannot be divided over the 8 ranks",
-    ),
+    "heads are not divisible": (words("--shard.sequence 8 --launch.nproc 8"), "2 attention heads cannot be divided"),
     "no such class": (words("--shard.units LlamaDecoderLayr"), "'LlamaDecoderLayer'"),
     "no folder": (words("--model.path model"), "is no folder"),
     "no config": (model({"readme": "hi"}), "its config.json cannot be read"),
@@ -263,10 +248,7 @@ CASES = {
     "impossible config": (model({"config.json": described(hidden_size=-1)}), "no"),
     "positions": (model({"config.json": described(max_position_embeddings=8)}), "longer than the 8 positions"),
     "no weights": (pretrained({}), "has neither model.safetensors nor"),
-    "weights of another": (
-        pretrained({"model.safetensors": ONE}),
-        "12 missing in the folder: model.embed_tokens.weight (1024, 32)",
-    ),
+    "weights of another": (pretrained({"model.safetensors": ONE}), "12 missing in the folder: model.embed_tokens."),
     "no tokenizer": (no_tokenizer, "has no tokenizer, which its pretrained weights need"),
     "tokenizer of another": (model({"config.json": described(), "tokenizer.json": "{}"}), "no tokenizer"),
     "checkpoint of another model": (checkpoint("llama-10m"), "of another model"),
@@ -285,10 +267,7 @@ CASES = {
     "all answers cut": (chat("--data.seq_len 3"), "has an answer to learn among its first 3 tokens"),
     "an array": (chat(content="[\n1]"), "this file looks like one array"),
     "one example": (chat(content=json.dumps(TALK)), "has one example; give at least two"),
-    "step of examples larger than the data": (
-        chat("--train.micro_batch 90 --data.packing none --data.seq_len 96"),
-        "takes 180 examples",
-    ),
+    "too few examples": (chat("--train.micro_batch 90 --data.packing none --data.seq_len 96"), "takes 180 examples"),
     "a model that takes no positions": (chat(folder="bloom"), "takes no position ids"),
     **{f"task: {name}": (task(content, flags), expected) for name, (content, flags, expected) in OF_TASKS.items()},
 }
@@ -307,11 +286,7 @@ def test_bad_input(place: Path, started: list[int], capfd: pytest.CaptureFixture
 
 THEIRS = {  # what fails, the line that is shown, where
     "the file": (changed("class Task:", "def f(:\nclass Task:"), "SyntaxError", "def f(:"),
-    "an import": (
-        changed("import torch\n", "import torch\nimport no_such_package\n"),
-        "ModuleNotFoundError",
-        "import no",
-    ),
+    "an import": (changed("import torch\n", "import no_such_package\n"), "ModuleNotFoundError", "import no"),
     "the constructor": (changed("self.width = width", "self.width = 1 / 0"), "ZeroDivisionError", "1 / 0"),
     "the model": (changed("nn.Linear(4, self.width)", "nn.Linear(4, self.wdth)"), "AttributeError", "self.wdth"),
     "the data": (changed("randn(50, 4)", "randn(50, -4)"), "RuntimeError", "randn(50, -4)"),
@@ -340,7 +315,6 @@ def test_errors_of_the_users_code_are_shown_with_its_files_alone(
     ("environ", "speaks"),
     [
         ({"RANK": "x", "WORLD_SIZE": "2"}, True),
-        ({"RANK": "", "WORLD_SIZE": "2"}, True),
         ({"RANK": "5"}, True),  # alone it is no launcher's
         ({"SLURM_PROCID": "x"}, True),
         ({"RANK": "0", "WORLD_SIZE": "2"}, True),
@@ -349,11 +323,7 @@ def test_errors_of_the_users_code_are_shown_with_its_files_alone(
     ],
 )
 def test_bad_input_is_reported_by_ranks_that_may_be_the_first(
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    environ: dict[str, str],
-    speaks: bool,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], environ: dict[str, str], speaks: bool
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""The samples that each rank reads from each kind of data, and the mean over them."""
+"""The order of samples, those that each rank reads from each kind of data, and the mean over them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,8 +15,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from accordion.checkpoint import RandomState
 from accordion.errors import UsageError
 from accordion.train.batches import LoaderBatches, OrderedBatches, batches_of, means_of, rows_of
-from accordion.train.data import Share
+from accordion.train.data import (
+    IGNORED,
+    GlobalOrder,
+    Sequences,
+    Share,
+    permutation,
+    validation_batches,
+    validation_order,
+)
 from accordion.train.own_task import OwnTask, tried
+from accordion.train.packing import Collate
 from accordion.train.steps import Counted
 from tests.support.own_tasks import Task
 
@@ -55,7 +65,8 @@ def test_ranks_share_the_data_and_any_number_of_ranks_resumes(data: object, worl
     """Each step has 12 samples, each of them once; four steps make an epoch of 50, and two samples are left out."""
     expected, _ = of_ranks(1, data, 9)
     assert all(len(step) == 12 for step in expected)
-    assert len(set().union(*expected[:4])) == 48
+    assert [len(set().union(*expected[epoch : epoch + 4])) for epoch in (0, 4)] == [48, 48]
+    assert expected[0] != expected[4]
     first, place = of_ranks(world, data, 5)
     again, _ = of_ranks(3, data, 4, place)  # type: ignore[arg-type]
     assert [*first, *again] == expected
@@ -151,3 +162,39 @@ def test_a_task_is_tried_in_the_mode_of_its_model(is_training: bool) -> None:
     model.register_forward_hook(lambda module, *_: modes.append(module.training))
     tried(OwnTask(parts={}, task=task), model, SHARE, 0)
     assert [*modes, model.training] == [is_training] * 2
+
+
+def test_orders_are_random_and_stay_the_same() -> None:
+    order = permutation(10_000, 7)
+    assert sorted(order) == list(range(10_000))
+    assert order[:4].tolist() == [1977, 3880, 52, 2551]  # a run resumes with later versions of numpy
+    assert abs(np.corrcoef(order, np.arange(10_000))[0, 1]) < 0.05
+    assert (order == permutation(10_000, 8)).mean() < 0.01
+    notes = GlobalOrder(50, Share(rank=0, world=2, micro_batch=6, accumulate=1), seed=3).notes("rows")
+    assert notes[1].startswith("an epoch is 4 steps; the remaining 2 do not fill a step")
+
+
+def test_windows_overlap_by_one_token() -> None:
+    assert [len(Sequences(np.arange(count), 10)) for count in (1001, 1000, 0)] == [100, 99, 0]
+    ((inputs, labels),) = Sequences(np.arange(1001, dtype=np.uint16), 10)[3]
+    assert (inputs.dtype, inputs.tolist(), labels.tolist()) == (torch.int64, [*range(30, 40)], [*range(31, 41)])
+
+
+@pytest.mark.parametrize("num_tokens", [2, 9, 10, 11, 12, 55, 101, 997])
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+def test_validation_reads_each_token_once_in_equally_many_batches(num_tokens: int, world: int) -> None:
+    rows = Sequences(np.arange(num_tokens, dtype=np.uint16), 10, rest=True)
+    shares = [Share(rank=rank, world=world, micro_batch=2, accumulate=1) for rank in range(world)]
+    ranks = [list(validation_batches(rows, range(len(rows)), share, Collate(10, "none"))) for share in shares]
+    assert len({len(batches) for batches in ranks}) == 1
+    labels = [batch["labels"][:num_rows] for batches in ranks for batch, num_rows in batches]
+    seen = sorted(int(i) for label in labels for i in label.flatten() if i != IGNORED)
+    assert seen == list(range(1, num_tokens))
+
+
+def test_validation_reads_all_rows_or_the_same_random_ones_each_time() -> None:
+    sample = validation_order(1000, 100)
+    assert list(validation_order(1000, 0)) == list(validation_order(1000, 1000)) == list(range(1000))
+    assert list(sample) == list(validation_order(1000, 100)) == sorted(set(sample))
+    assert len(sample) == 100
+    assert 300 < sum(sample) / len(sample) < 700  # not the first ones

@@ -1,25 +1,31 @@
-"""Examples with answers: the tokens that are learnt, compared with a rendering by hand, and rows that are no examples."""
+"""Examples with answers: the tokens that are learnt, and the losses of an example in a row of several."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
-from tokenizers import processors
+import torch
+from tokenizers import AddedToken, processors
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from accordion.errors import UsageError
 from accordion.models.stored import end_of_turn
+from accordion.train import language_work
 from accordion.train.config import Config, DataConfig, ModelConfig
 from accordion.train.examples import Encoder, Message
 from accordion.train.language_work import LanguageWork, check_enough, generation_settings, trained_model
-from accordion.train.packing import ExampleRows, preview
-from accordion.train.sources import DataRow, find
+from accordion.train.packing import Collate, ExampleRows, packed, preview
+from accordion.train.sources import DataRow
+from accordion.train.token_tables import Examples
 from tests.support import language_folders
-from tests.train.tables import examples_of
 
 CHATML = (  # as Qwen2.5 has it, without its tools
     "{%- if messages[0]['role'] != 'system' %}{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{%- endif %}"
@@ -61,6 +67,13 @@ def example(words: Any, **values: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return (ids, answers) of a row in which the fields `values` are in line 7 of a file."""
     kind = "chat" if "messages" in values else "prompt"
     return Encoder(words, kind).example(DataRow(where="'x.jsonl' line 7", values=values, split="train"))
+
+
+def examples_of(ids: np.ndarray, answers: np.ndarray, ends: Sequence[int] | np.ndarray) -> Examples:
+    """Return examples whose tokens and answers, (tokens,) each, follow each other; `ends`: of each example."""
+    columns = {"ids": np.split(ids, ends)[:-1], "answers": np.split(answers, ends)[:-1]}
+    columns["num_answers"] = [int(part.sum()) for part in columns["answers"]]
+    return Examples(pa.table(columns), np.arange(len(ends)))
 
 
 def learnt_of(template: str, messages: list[Message], **values: Any) -> tuple[str, str]:
@@ -219,9 +232,6 @@ def test_the_assistant_may_open_a_conversation(template: str) -> None:
 
 def test_the_end_of_a_turn_is_known_by_the_backend_too() -> None:
     """A special token without a name in transformers: text after it is not learnt, and generation stops at it."""
-    from tokenizers import AddedToken
-    from transformers import PreTrainedTokenizerFast
-
     own = language_folders.tokenizer().backend_tokenizer
     own.add_special_tokens([AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)])
     words = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|endoftext|>", chat_template=CHATML)
@@ -231,28 +241,7 @@ def test_the_end_of_a_turn_is_known_by_the_backend_too() -> None:
     assert end_of_turn(language_folders.tokenizer()) is None
 
 
-@pytest.mark.parametrize("kind", ["parquet", "datasets", "folder"])
-def test_rows_are_read_from_each_format(tmp_path: Path, kind: str) -> None:
-    talks = [{"messages": [SAY, {"role": "assistant", "content": str(i)}], "more": i} for i in range(30)]
-    if kind == "folder":
-        path = tmp_path
-        (path / "x.jsonl").write_text("\n".join(map(json.dumps, talks)) + "\n\n")
-        (path / "README.md").write_text("beside it")
-    elif kind == "parquet":
-        import pyarrow as pa
-        from pyarrow import parquet
-
-        parquet.write_table(pa.Table.from_pylist(talks), path := tmp_path / "x.parquet")
-    else:
-        datasets = pytest.importorskip("datasets")
-        datasets.Dataset.from_list(talks).save_to_disk(path := tmp_path / "set")
-    found = list(find(DataConfig(path=str(path), format="chat")).rows())
-    assert [r.values for r in found] == [{"messages": talk["messages"]} for talk in talks]
-    assert {r.split for r in found} <= {"train", "validation"}
-    assert all(str(i + (kind != "datasets")) in r.where for i, r in enumerate(found))
-
-
-def test_the_preview_shows_what_is_learnt(tmp_path: Path) -> None:
+def test_the_preview_shows_what_is_learnt() -> None:
     words = tokenizer()
     ids, answers = example(words, messages=TALK)
     (parts,) = preview(examples_of(ids, answers, [len(ids)]), words, 512)
@@ -273,3 +262,84 @@ def test_the_end_of_an_answer_is_added_to_the_end_tokens(tmp_path: Path) -> None
     stored = LanguageWork(config=config, files=files, generation=settings, spec="").progress(model)
     assert stored["generation_config"] == settings
     assert stored["model_config"]["eos_token_id"] == [0, 9, 7]
+
+
+SEQ = 24
+
+
+def examples(count: int = 40, longest: int = 20) -> Examples:
+    draws = np.random.default_rng(0)
+    lengths = draws.integers(3, longest, count)
+    tokens = draws.integers(1, 300, lengths.sum())
+    answers = draws.random(lengths.sum()) < 0.4
+    ends = np.cumsum(lengths)
+    answers[ends - 1] = True
+    return examples_of(tokens, answers, ends)
+
+
+def test_packed_rows_have_each_example_once_and_little_padding() -> None:
+    lengths = np.random.default_rng(1).integers(1, 65, 500)
+    rows = packed(lengths, 64)
+    assert sorted(i for row in rows for i in row) == list(range(500))
+    assert all(lengths[row].sum() <= 64 for row in rows)
+    assert len(rows) <= 1.05 * lengths.sum() / 64
+    assert packed(np.array([64, 64]), 64) == [[0], [1]]
+
+
+def test_examples_that_are_cut_are_counted() -> None:
+    held = examples(200, longest=60)
+    rows = ExampleRows(held, SEQ, "none")
+    kept = [i for i in range(len(held)) if held[i][1][1 : SEQ + 1].any()]
+    num_long = sum(len(held[i][0]) > SEQ + 1 for i in range(len(held)))
+    assert rows.indices.tolist() == kept
+    assert rows.lengths.max() == SEQ
+    assert f"{num_long} of 200 examples are longer" in str(rows.note())
+    assert f"; {200 - len(kept)} of them have no answer left" in str(rows.note())
+    assert ExampleRows(examples(), SEQ, "none").note() is None
+
+
+def alone(model: Any, held: Examples, number: int) -> tuple[float, int]:
+    """Return the sum of the answers' losses of one example, computed by plain transformers."""
+    ids, answers = (torch.tensor(values) for values in held[number])
+    logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+    losses = functional.cross_entropy(logits, ids[1:], reduction="none")
+    return float(losses[answers[1:]].sum()), int(answers[1:].sum())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    return {"llama": language_folders.llama(place / "llama"), "gpt2": language_folders.gpt2(place / "gpt2")}
+
+
+@pytest.mark.parametrize(
+    ("packing", "kind", "attention", "flat"),
+    [
+        ("documents", "llama", "sdpa", False),
+        ("documents", "llama", "eager", False),
+        ("documents", "llama", "sdpa", True),
+        ("documents", "gpt2", "sdpa", False),
+        ("none", "llama", "sdpa", False),
+    ],
+)
+@torch.no_grad()
+def test_losses_of_rows_are_those_of_each_example_alone(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, packing: Any, kind: str, attention: str, flat: bool
+) -> None:
+    """`flat`: the batch as one row, as flash attention needs it; here with the same kernels."""
+    model = AutoModelForCausalLM.from_pretrained(folders[kind], attn_implementation=attention).eval()
+    monkeypatch.setattr(language_work, "in_one_row", lambda model: flat)
+    held = examples(14)
+    rows = ExampleRows(held, SEQ, packing)
+    collate = Collate(SEQ, packing)
+    assert (len(rows) < len(held)) == (packing == "documents")
+    for at in range(0, len(rows), 4):
+        numbers = [int(rows.indices[i]) for row in rows.rows[at : at + 4] for i in row]
+        expected = [alone(model, held, number) for number in numbers]
+        batch = collate([rows[i] for i in range(at, min(at + 4, len(rows)))])
+        total, count = language_work.label_losses(model, batch)
+        assert float(total) == pytest.approx(sum(loss for loss, _ in expected), rel=1e-4)
+        assert int(count) == sum(n for _, n in expected)
+        assert int(batch["num_tokens"]) == sum(held.lengths[n] - 1 for n in numbers)
+        if packing == "none":
+            assert batch["input_ids"].shape[1] == max(held.lengths[n] - 1 for n in numbers)

@@ -1,12 +1,18 @@
-"""Runs in one process through `accordion.fit`: files that stay, resuming, ends, and what is released afterwards."""
+"""Runs through `accordion.fit`: files that stay, resuming, ends, what is released afterwards; in a program's own group."""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
+import pickle
 import shutil
 import signal
+import sys
+import threading
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -21,16 +27,21 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import accordion as acc
+from accordion import cli
 from accordion.checkpoint import latest
 from accordion.checkpoint.reading import opened, verify
 from accordion.checkpoint.storage.folders import checkpoint_at
 from accordion.errors import CheckpointError, UsageError
 from accordion.export.command import ExportOptions, export
 from accordion.observe.trace import Trace
+from accordion.train import ending as ending_module
 from accordion.train.checkpoints import with_batch_of
 from accordion.train.config import JobConfig, TrainConfig
-from accordion.train.ending import SIGNALS
+from accordion.train.ending import GOES_ON, IS_PREEMPTED, SIGNALS, TIME_IS_OVER, Best, Ending, Signals
 from accordion.train.fitting import Fit
+from tests import devices
+from tests.support.own_tasks import Held
+from tests.support.ranked import on_world
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 QUIET = {"launch.device": "cpu", "train.micro_batch": 2, "log.tensorboard": False}
@@ -96,11 +107,18 @@ class Runs:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Runs]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield Runs(tmp_path, capsys)
+def handled() -> Iterator[list[int]]:
+    """The signals that the program's own handlers received."""
+    taken: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: taken.append(number)) for number in SIGNALS}
+    yield taken
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], handled: list[int]) -> Runs:
+    return Runs(tmp_path, capsys)
 
 
 def test_a_few_steps_are_drawn_in_the_run_folder(runs: Runs) -> None:
@@ -282,17 +300,15 @@ def test_a_program_resumes_a_run_that_raised(runs: Runs) -> None:
     del failed
 
 
-def test_a_signal_after_the_run_is_sent_to_the_program(runs: Runs) -> None:
+def test_a_signal_after_the_run_is_sent_to_the_program(runs: Runs, handled: list[int]) -> None:
     """In the last validation no decision follows. In a step the signal ends the run by its exit code, and is not sent again."""
-    taken: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: taken.append(number))
     send = partial(signal.raise_signal, signal.SIGTERM)
     found = runs.fit(Curve(event_at=1, event=send, in_validation=True), train_steps=4)
-    assert (found.state, taken) == ("finished", [signal.SIGTERM])
+    assert (found.state, handled) == ("finished", [signal.SIGTERM])
     runs.preempted(Curve(event_at=2, event=send), train_steps=4, run_dir=str(runs.place / "early"))
-    assert taken == [signal.SIGTERM]
+    assert handled == [signal.SIGTERM]
     send()
-    assert len(taken) == 2
+    assert handled == [signal.SIGTERM] * 2
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run(runs: Runs) -> None:
@@ -347,3 +363,154 @@ def test_resume_reports_which_checkpoints_it_passes_over(runs: Runs) -> None:
 
 def tree(folder: Path) -> dict[str, float]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+# -- decisions of one process
+
+
+def test_a_time_limit_leaves_time_for_steps_and_saves(monkeypatch: pytest.MonkeyPatch, handled: list[int]) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(ending_module, "time", types.SimpleNamespace(time=lambda: now[0]))
+    with Signals() as signals:
+        ending = Ending(signals, hours=1, began_s=1000, state_bytes=20_000_000_000)
+        now[0] += 3600 - 401
+        assert ending.wish() == GOES_ON
+        now[0] += 2
+        assert ending.wish() == TIME_IS_OVER  # the first save may take 200 s, twice
+        ending.took("save", 10)
+        ending.took("step", 5)
+        ending.took("step", 2)
+        assert ending.wish() == GOES_ON
+        now[0] += 370
+        assert ending.wish() == TIME_IS_OVER
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ending.wish() == IS_PREEMPTED
+        ending.decide(TIME_IS_OVER)
+        ending.decide(GOES_ON)
+        assert ending.decided == TIME_IS_OVER
+        assert not handled
+    assert handled == [signal.SIGUSR1, signal.SIGTERM]
+
+
+def test_a_signal_is_sent_to_the_programs_handlers_unless_it_exits(
+    handled: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends_by(error: BaseException) -> None:
+        with Signals():
+            signal.raise_signal(signal.SIGTERM)
+            raise error
+
+    for error in (SystemExit(75), ValueError("no room")):
+        with pytest.raises(type(error)):
+            ends_by(error)
+        assert handled == ([signal.SIGTERM] if isinstance(error, ValueError) else [])
+    assert capsys.readouterr().err == "accordion: a signal arrived, then ValueError: no room\n"
+    signal.raise_signal(signal.SIGUSR1)
+    assert handled == [signal.SIGTERM, signal.SIGUSR1]
+
+
+TASK_THAT_IS_ASKED_TO_END = """
+import signal
+from tests.support.own_tasks import Slow
+
+class Task(Slow):
+    def dataset(self, split):
+        signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_a_signal_in_the_preparation_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], handled: list[int]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("asked_to_end.py").write_text(TASK_THAT_IS_ASKED_TO_END)
+    assert cli.main(["train", "--task", "asked_to_end.py", "--run.dir", "r", "--launch.device", "cpu"]) == 75
+    message = "accordion: ended by a signal while no rank was running; there is nothing to save.\n"
+    assert capsys.readouterr().err == message
+    assert not Path("r").exists()
+    signal.raise_signal(signal.SIGTERM)
+    assert handled == [signal.SIGTERM]
+
+
+def test_patience_needs_min_delta_and_the_best_does_not() -> None:
+    best = Best(patience=2, min_delta=0.1)
+    assert best.observe(1, 3.0)
+    assert best.observe(2, 2.95)  # the lowest, and no clear gain
+    other = Best(patience=2, min_delta=0.1)
+    other.load(json.loads(json.dumps(best.state())))
+    assert not other.observe(3, math.nan)
+    assert other.is_over
+    assert (other.loss, other.step) == (2.95, 2)
+
+
+# -- in a process group of the program's own, in a thread, as Ray Train calls it
+
+RANKS = 4
+
+
+class Task(Held):
+    """Stepped by a fused optimizer, so that an accelerator's figures are read one step later."""
+
+    def optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=0.02, fused=True)
+
+
+def in_a_thread(run_dir: Path, steps: int, on_step: Any) -> Any:
+    """Return what `acc.fit` returns, or the exception that it raises, in a thread that is not the main one."""
+    results: list[Any] = []
+
+    def train() -> None:
+        try:
+            options = {**QUIET, "run.dir": str(run_dir), "train.steps": steps, "train.micro_batch": 1}
+            options["launch.device"] = devices.device().type
+            results.append(acc.fit(Task(), options=options, on_step=on_step))
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_the_package_travels_by_name() -> None:
+    """Else Ray could not ship a function to its workers that says `acc.fit`."""
+    assert pickle.loads(pickle.dumps(acc)) is acc
+
+
+@on_world(RANKS)
+def test_a_run_in_the_programs_group_saves_where_one_rank_asks_and_leaves_the_group(mesh: Any, tmp_path: Path) -> None:
+    group, reported = dist.group.WORLD, list[dict[str, float]]()
+
+    def on_step(metrics: dict[str, float]) -> bool:
+        reported.append(metrics)
+        return dist.get_rank() == 2 and metrics["step"] >= 3  # as a node that is about to be taken away
+
+    fit = in_a_thread(tmp_path / "run", 6, on_step)
+    assert (fit.state, fit.step) == ("finished", 6), fit
+    assert dist.group.WORLD is group
+    assert [metrics["step"] for metrics in reported] == [1, 2, 3, 4, 5, 6]
+    losses: list[Any] = [None] * RANKS
+    dist.all_gather_object(losses, [metrics["loss"] for metrics in reported])
+    assert losses == [losses[0]] * RANKS
+    assert fit.loss == losses[0][-1]
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    asked = 4 if devices.device().type == "cpu" else 5
+    assert saved == [f"step-{asked:06d}", "step-000006"]  # asked for once; and the last one
+
+    def fails(metrics: dict[str, float]) -> None:
+        raise ConnectionError(f"no report of step {metrics['step']}")
+
+    dist.barrier()
+    error = in_a_thread(tmp_path / "run", 9, fails)  # resumes after the sixth
+    assert str(error) == "no report of step 7", error
+    assert latest(tmp_path / "run" / "checkpoints") == fit.checkpoint
+    assert dist.group.WORLD is group
+    dist.barrier()
+    fit = in_a_thread(tmp_path / "run", 9, None)
+    assert (fit.state, fit.step) == ("finished", 9), fit
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

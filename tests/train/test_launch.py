@@ -1,23 +1,42 @@
-"""The launcher of a process, and the devices it may use, are determined by its environment alone."""
+"""The start of a job: its launcher and devices, the owner of its run folder, and equal data on all ranks."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
 
 from accordion.devices import Devices
-from accordion.errors import AccordionError, UsageError
-from accordion.train import launch
-from accordion.train.config import LaunchConfig
-from accordion.train.launch import Forwarding, NothingStartedError, RankPlace, choose, first_host, place_of
+from accordion.errors import AccordionError, DivergenceError, UsageError
+from accordion.train import build, launch, owner
+from accordion.train.config import Config, LaunchConfig
+from accordion.train.language_work import LanguageWork
+from accordion.train.launch import (
+    Forwarding,
+    NothingStartedError,
+    RankPlace,
+    choose,
+    first_does,
+    first_host,
+    job_of,
+    place_of,
+)
+from accordion.train.owner import FILE, check_free, claim
+from tests.e2e.jobs import until
 from tests.support import forked
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -101,12 +120,7 @@ def test_device_and_ranks(choice: LaunchConfig, place: RankPlace | None, gpus: i
 @pytest.mark.parametrize(
     ("choice", "place", "gpus", "message"),
     [
-        (
-            LaunchConfig(device="cuda"),
-            None,
-            0,
-            "launch.device is 'cuda' and this machine has no accelerator; take 'auto' or 'cpu'",
-        ),
+        (LaunchConfig(device="cuda"), None, 0, "'cuda' and this machine has no accelerator; take 'auto' or 'cpu'"),
         (LaunchConfig(device="cuda"), None, 2, "has 2 devices of type 'xpu'; take 'auto', 'cpu' or 'xpu'"),
         (LaunchConfig(device="gpu"), None, 1, "has 1 device of type 'xpu'"),
         (LaunchConfig(nproc=3), None, 2, "3 ranks are more than this machine has, 2 devices"),
@@ -150,23 +164,10 @@ def test_a_port_in_use_is_reported() -> None:
             launch.joined(place)
 
 
-def test_each_start_has_its_own_keys_in_the_store() -> None:
-    """Also if a rank of the earlier start had written its word and nobody answered."""
-    store = torch.distributed.HashStore()
-    store.set("accordion/start/1", "left by a rank that is gone")
-    for start in ("first", "second"):
-        with ThreadPoolExecutor(3) as pool:
-            stores = list(
-                pool.map(lambda rank: launch.of_this_start(store, replace(PLACE, rank=rank, world=3)), range(3))
-            )
-        assert not any(own.check(["where"]) for own in stores)
-        stores[2].set("where", start)
-        assert [own.get("where").decode() for own in stores] == [start] * 3
-
-
 def test_ranks_that_start_twice_share_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks begin their second start while rank 0 still answers in the first."""
+    """Ranks begin their second start while rank 0 still answers in the first. A rank of an earlier start left its word."""
     poll, store = launch.poll, torch.distributed.HashStore()
+    store.set("accordion/start/1", "left by a rank that is gone")
 
     def slowly(is_over: Callable[[], bool], *limits: Any) -> bool:
         return poll(lambda: time.sleep(0.1) is None and is_over(), *limits)
@@ -177,7 +178,8 @@ def test_ranks_that_start_twice_share_each_start(monkeypatch: pytest.MonkeyPatch
         places = [replace(PLACE, rank=rank, world=3) for rank in range(3)]
         by_rank = list(pool.map(lambda place: [launch.of_this_start(store, place) for _ in range(2)], places))
     for number, stores in enumerate(zip(*by_rank, strict=True)):
-        stores[0].set("number", str(number))
+        assert not any(own.check(["number"]) for own in stores)
+        stores[2].set("number", str(number))
         assert [own.get("number").decode() for own in stores] == [str(number)] * 3
 
 
@@ -205,3 +207,160 @@ def is_interrupted(place: RankPlace, store: torch.distributed.Store) -> None:
 def test_a_backends_error_after_ctrl_c_is_reported_as_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
     assert forked.start(is_interrupted, (), 1) == launch.INTERRUPTED
     assert capfd.readouterr().err == ""
+
+
+def holds(words: list[str]) -> None:
+    """Own a folder as a job."""
+    owned = claim({"run.dir": Path(words[0])}, words[1] or None, 0, print)
+    print("holds", flush=True)
+    time.sleep(600)
+    owned.close()
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "EXIT_S", 0.3)
+    monkeypatch.setattr(owner, "POLL_S", 0.02)
+
+
+@contextmanager
+def owned_elsewhere(folder: Path, job: str = "") -> Iterator[forked.Job]:
+    """Context manager in which another process owns `folder`."""
+    out = folder.with_suffix(".out")
+    with forked.Job(holds, [str(folder), job], out) as holder:
+        until(lambda: out.exists() and out.read_text() == "holds\n", "the folder")
+        yield holder
+
+
+def claimed(folder: Path, job: str | None = None, wait_s: float = 0.0, say: Callable[[str], None] = print) -> ExitStack:
+    return claim({"run.dir": folder}, job, wait_s, say)
+
+
+def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
+    with owned_elsewhere(tmp_path) as holder:
+        by_whom = f"process {holder.pid} on {os.uname().nodename}, since 20"
+        for ask in (claimed, lambda folder: check_free({"run.dir": folder}, None)):
+            with pytest.raises(UsageError) as refused:
+                ask(tmp_path)
+            assert str(refused.value).startswith(f"run.dir '{tmp_path}' is in use by another job: {by_whom}")
+    assert (tmp_path / FILE).exists()
+    check_free({"run.dir": tmp_path}, None)
+    owned = claimed(tmp_path)
+    assert (tmp_path / FILE).read_text().startswith(f"process {os.getpid()} on ")
+    owned.close()
+    check_free({"run.dir": tmp_path}, None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_restart_waits_for_the_earlier_start_of_its_job(tmp_path: Path) -> None:
+    messages = list[str]()
+    with owned_elsewhere(tmp_path, "torchrun 5") as holder:
+        check_free({"run.dir": tmp_path}, "torchrun 5")
+        with pytest.raises(UsageError, match="in use"):
+            check_free({"run.dir": tmp_path}, "torchrun 6")
+        with pytest.raises(UsageError, match="in use"):
+            claimed(tmp_path, "torchrun 5", wait_s=0.6, say=messages.append)
+        assert [f"process {holder.pid} on" in message for message in messages] == [True]
+        os.kill(holder.pid, signal.SIGKILL)
+        claimed(tmp_path, "torchrun 5", wait_s=60).close()
+
+
+def test_the_checkpoints_of_a_run_are_claimed_too(tmp_path: Path) -> None:
+    for name in ("a", "b", "kept"):
+        (tmp_path / name).mkdir()
+    first = claim({"run.dir": tmp_path / "a", "checkpoint.dir": tmp_path / "kept"}, None, 0, print)
+    with pytest.raises(UsageError, match=r"checkpoint\.dir .*kept' is in use by another job"):
+        claim({"run.dir": tmp_path / "b", "checkpoint.dir": tmp_path / "kept"}, None, 0, print)
+    assert not list((tmp_path / "b").iterdir())
+    first.close()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    claim({"run.dir": tmp_path / "a", "checkpoint.dir": tmp_path / "link"}, None, 0, print).close()  # one folder
+
+
+def test_one_of_many_concurrent_claims_succeeds(tmp_path: Path) -> None:
+    """However a clean end, which removes the file, coincides with the start of another job."""
+    context = multiprocessing.get_context("fork")
+    held, most = context.Value("i", 0), context.Value("i", 0)
+
+    def work() -> None:
+        got = 0
+        while got < 25:
+            try:
+                owned = claimed(tmp_path)
+            except UsageError:
+                continue
+            with held.get_lock():
+                held.value += 1
+                most.value = max(most.value, held.value)
+            time.sleep(0.001)
+            with held.get_lock():
+                held.value -= 1
+            owned.close()
+            got += 1
+
+    workers = [context.Process(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(100)
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert most.value == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / FILE).mkdir()
+    with pytest.raises(UsageError, match="which names the folder's owner, cannot be opened: Is a directory"):
+        claimed(tmp_path)
+
+
+def test_the_launchers_name_of_a_job() -> None:
+    assert job_of({}) is None
+    assert job_of({"TORCHELASTIC_RUN_ID": "none"}) is None
+    assert job_of({"TORCHELASTIC_RUN_ID": "a"}) == "torchrun a"
+    assert job_of({"SLURM_JOB_ID": "5"}) is None
+    assert job_of({"SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0"}) == "srun 5.0"
+
+
+def test_a_usage_error_of_the_first_rank_is_raised_on_every_rank() -> None:
+    store = HashStore()
+
+    def refused() -> None:
+        raise UsageError("it is in use")
+
+    for rank in (0, 1, 2):
+        with pytest.raises(UsageError, match="it is in use"):
+            first_does(rank == 0, store, "claim", refused if rank == 0 else lambda: pytest.fail("the first rank alone"))
+
+
+SAME = {"num_train": 1000, "digest": "d" * 64, "tokenizer_digest": "t" * 64, "resume": None}
+DIFFERENT = {
+    "training tokens: rank 0 has 1,000 (dddddddddddd), rank 1 has 999 (dddddddddddd)": {"num_train": 999},
+    "training tokens: rank 0 has 1,000 (dddddddddddd), rank 1 has 1,000 (eeeeeeeeeeee)": {"digest": "e" * 64},
+    "a tokenizer: rank 0 has tttttttttttt, rank 1 has uuuuuuuuuuuu": {"tokenizer_digest": "u" * 64},
+    "the checkpoint to resume from: rank 0 has None, rank 1 has c/step-3": {"resume": "c/step-3"},
+}
+
+
+def agreed(mesh: object, cases: list[dict[str, Any]]) -> list[str]:
+    """Return the error for each of `cases`, what rank 1 has in place of `SAME`; empty if ranks agree."""
+    rank, errors = dist.get_rank(), []
+    place = RankPlace(rank=rank, world=4, local_rank=rank, local_world=4, starter="test")
+    for others in cases:
+        facts = {**SAME, **(others if rank == 1 else {})}
+        resume = facts.pop("resume")
+        work = LanguageWork(config=Config(), files=SimpleNamespace(**facts), generation={}, spec="")
+        try:
+            build.agree(SimpleNamespace(config=Config(), work=work, resume=resume), place)
+            errors.append("")
+        except DivergenceError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_ranks_with_different_data_raise_on_all_ranks(world: Any) -> None:
+    for same, *errors in world.run(4, agreed, [{}, *DIFFERENT.values()]):
+        assert not same
+        for message, error in zip(DIFFERENT, errors, strict=True):
+            assert message in error
+            assert "give every machine the same data.path and checkpoint.dir" in error

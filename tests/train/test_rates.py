@@ -53,17 +53,10 @@ def test_groups_of_an_optimizer_keep_their_proportions() -> None:
 OLD, NEW = {"lr": 0.4, "momentum": 0.9}, {"lr": 0.3, "momentum": 0.5}
 
 
-class Counting(torch.optim.SGD):
-    """Keeps a count in its groups, as schedule-free optimizers do."""
-
-    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.0) -> None:
-        super().__init__(params, lr=lr, momentum=momentum)
-        self.param_groups[0]["count"] = 0
-
-
 def test_a_resumed_optimizer_has_the_runs_options_and_the_checkpoints_counts() -> None:
-    old, new = (Counting([torch.nn.Parameter(torch.zeros(1))], **options) for options in (OLD, NEW))
-    old.param_groups[0]["count"] = 5
+    old, new = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], **options) for options in (OLD, NEW))
+    for optimizer, count in ((old, 5), (new, 0)):  # a count such as schedule-free optimizers have
+        optimizer.param_groups[0]["count"] = count
     rates = LearningRates(TrainConfig(), new, None, None, is_own=True)
     new.load_state_dict(old.state_dict())
     rates.resume()

@@ -76,11 +76,11 @@ def text_folder(folder: Path) -> Path:
     return folder
 
 
-def datasets_folder(folder: Path) -> Path:
+def datasets_folder(folder: Path, table: pa.Table = TABLE) -> Path:
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(str(folder / "saved"))
+    datasets.Dataset.from_dict(table.to_pydict()).save_to_disk(str(folder / "saved"))
     return folder / "saved"
 
 
@@ -99,6 +99,24 @@ def test_every_kind_gives_the_same_documents(tmp_path: Path, kind: str | Callabl
     pieces = read(file(tmp_path, kind) if isinstance(kind, str) else kind(tmp_path))
     assert [piece.text for piece in pieces] == TEXTS
     assert all(piece.ends for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "datasets", "folder"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_kind_gives_the_same_rows_of_chats(tmp_path: Path, kind: str) -> None:
+    messages = [[{"role": "user", "content": str(i)}] for i in range(30)]
+    table = pa.table({"messages": messages, "more": range(30)})
+    if kind == "folder":
+        path = file(tmp_path, "x.jsonl", "\n".join(map(json.dumps, table.to_pylist())).encode()).parent
+        (path / "README.md").write_text("beside it")
+    else:
+        path = (
+            datasets_folder(tmp_path, table) if kind == "datasets" else file(tmp_path, "x.parquet", parquet_of(table))
+        )
+    found = list(find(DataConfig(path=str(path), format="chat")).rows())
+    assert [row.values for row in found] == [{"messages": messages[i]} for i in range(30)]
+    assert {row.split for row in found} <= {"train", "validation"}
+    assert all(str(i + (kind != "datasets")) in row.where for i, row in enumerate(found))
 
 
 def test_a_text_file_is_one_document_in_pieces(tmp_path: Path) -> None:
@@ -144,10 +162,8 @@ def test_splits_of_a_datasets_folder_are_kept(tmp_path: Path) -> None:
     datasets.disable_progress_bars()
     parts = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "validation", "test")}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
-    assert {piece.text: piece.split for piece in read(tmp_path / "saved")} == {
-        "train": "train",
-        "validation": "validation",
-    }
+    pieces = [(piece.text, piece.split) for piece in read(tmp_path / "saved")]
+    assert sorted(pieces) == [("train", "train"), ("validation", "validation")]
 
 
 def test_the_standard_library_is_always_there() -> None:
