@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import accordion as acc
+from accordion.tensor_checksum import checksum
 from tests.compat.test_fsdp2_parallel import Levels, Packed
 from tests.devices import device, here
 from tests.inside import unit_in
@@ -386,3 +388,8 @@ def test_tensor_subclasses_are_kept_or_refused_by_name(world):
     world.run(2, kept, acc.SHARD_GRAD_OP)
     world.run(2, in_float8)
     world.run(2, not_kept)
+
+
+def test_swapped_inner_tensors_have_another_checksum() -> None:
+    first, second = torch.arange(4.0), torch.ones(4)
+    assert checksum(TwoTensor(first, second)) != checksum(TwoTensor(second, first))
