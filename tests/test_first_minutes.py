@@ -16,12 +16,11 @@ from accordion.config import STRATEGIES
 from accordion.devices import Devices
 from accordion.train import init as init_module
 from tests.devices import device
-from tests.support import forked
+from tests.support import forked, models
 from tests.support.ranked import on_strategy, on_world
 from tests.support.reference import adamw, assert_close, grads_of, params_of
 
 ROOT = Path(__file__).parents[1]
-WIDTH = 8
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 TORCHRUN |= {"MASTER_PORT": "29500"}
 
@@ -89,34 +88,8 @@ def test_init_says_what_is_wrong(
 # -- norms
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, gated: bool) -> Tensor:
-        y = self.linear(x).tanh()
-        return x + (y * self.gate(x) if gated else y)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor, gated: bool = False) -> Tensor:
-        for block in self.blocks:
-            x = block(x, gated)
-        return self.head(x)
-
-
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net().to(device())
-
-
 def sharded(model: nn.Module, mesh: Any, strategy: str = "full_shard", **options: Any) -> nn.Module:
-    return acc.shard(copy.deepcopy(model), mesh, strategy=STRATEGIES[strategy], units={Block}, **options)
+    return acc.shard(copy.deepcopy(model), mesh, strategy=STRATEGIES[strategy], units={models.Block}, **options)
 
 
 def norm(tensors: list[Tensor]) -> float:
@@ -129,21 +102,22 @@ NORMS = [("full_shard", False), ("shard_optim", False), ("hybrid_shard_optim", F
 @pytest.mark.parametrize(("strategy", "offloads"), NORMS)
 @on_strategy
 def test_norms_are_those_of_the_unsharded_model(mesh, strategy: str, offloads: bool) -> None:
-    """One block is frozen, and the gates have no gradient on any rank."""
-    alone = net()
+    """One block is frozen, and two parameters of each block have no gradient on any rank."""
+    alone = models.spare()
     alone.blocks[0].requires_grad_(False)
     offload = acc.Offload(params="host", optimizer="host") if offloads else None
     model = sharded(alone, mesh, strategy, offload=offload)
-    inputs = torch.randn(mesh.size(), 4, WIDTH, device=device())
-    alone(inputs.flatten(0, 1)).square().mean().backward()
-    model(inputs[torch.distributed.get_rank()]).square().mean().backward()
+    tokens = [models.batch(0, 0, rank, vocab=48)[0] for rank in range(mesh.size())]
+    alone(torch.cat(tokens)).square().mean().backward()
+    model(tokens[torch.distributed.get_rank()]).square().mean().backward()
 
     norms = acc.log_norms(model)
     total = acc.clip_grad_norm_(model, 1e9)
     assert norms["grad_norm"] == float(total), "bit for bit"
     trained = [p for p in alone.parameters() if p.requires_grad]
     wanted = {"grad_norm": norm([p.grad for p in trained if p.grad is not None]), "weight_norm": norm(trained)}
-    for name, module in {"blocks.1": alone.blocks[1], "blocks.2": alone.blocks[2], "(root)": alone.head}.items():
+    root = nn.ModuleList([alone.embed, alone.norm, alone.head])
+    for name, module in {"blocks.1": alone.blocks[1], "blocks.2": alone.blocks[2], "(root)": root}.items():
         wanted[f"weight_norm/{name}"] = norm(list(module.parameters()))
         wanted[f"grad_norm/{name}"] = norm([p.grad for p in module.parameters() if p.grad is not None])
     assert norms == pytest.approx(wanted, rel=1e-5)
@@ -153,7 +127,7 @@ def test_norms_are_those_of_the_unsharded_model(mesh, strategy: str, offloads: b
     assert by_parameter["grad_norm/head.weight"] == pytest.approx(norm([alone.head.weight.grad]), rel=1e-5)
     of_weights = {name.partition("/")[2] for name in by_parameter if name.startswith("weight_norm/")}
     assert of_weights == {name for name, p in alone.named_parameters() if p.requires_grad}
-    assert not any("gate" in name for name in by_parameter if name.startswith("grad_norm"))
+    assert not any("never" in name or "sometimes" in name for name in by_parameter if name.startswith("grad_norm"))
     with pytest.raises(acc.UsageError, match="not 'layer'"):
         acc.log_norms(model, by="layer")  # type: ignore[arg-type]
 
@@ -162,13 +136,13 @@ def test_norms_are_those_of_the_unsharded_model(mesh, strategy: str, offloads: b
 
 
 def batches(rank: int, num: int) -> list[tuple[Tensor, bool]]:
-    """Inputs, and True if gates are used: in the last step of the first rank alone."""
-    draw = torch.Generator().manual_seed(rank)
-    return [(torch.randn(4, WIDTH, generator=draw).to(device()), rank == 0 and i == num - 1) for i in range(num)]
+    """Tokens, and True if `Block.sometimes` is used: in the last step of the first rank alone."""
+    return [(models.batch(i, 0, rank, vocab=48)[0], rank == 0 and i == num - 1) for i in range(num)]
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, bool]) -> Tensor:
-    return model(*batch).square().mean()
+    tokens, use_sometimes = batch
+    return model(tokens, use_sometimes=use_sometimes).square().mean()
 
 
 def alone_on(model: nn.Module, counts: list[int], accumulate: int = 1) -> list[dict[str, Tensor | None]]:
@@ -189,7 +163,7 @@ def alone_on(model: nn.Module, counts: list[int], accumulate: int = 1) -> list[d
 @pytest.mark.parametrize("counts", [[5, 2], [2, 5]])
 @on_strategy
 def test_unequal_ranks_train_as_one_process_on_what_each_has(mesh, strategy: str, counts: list[int]) -> None:
-    alone, rank = net(), torch.distributed.get_rank()
+    alone, rank = models.spare(), torch.distributed.get_rank()
     model = sharded(alone, mesh, strategy)
     optimizer = acc.wrap_optimizer(adamw(model.parameters()))
     wanted, weights = iter(alone_on(alone, counts)), []
@@ -208,7 +182,7 @@ def test_unequal_ranks_train_as_one_process_on_what_each_has(mesh, strategy: str
 @on_world(3)
 def test_micro_batches_under_no_sync_are_averaged_one_by_one(mesh) -> None:
     counts = [4, 3, 1]
-    alone, rank = net(), mesh.get_rank()
+    alone, rank = models.spare(), mesh.get_rank()
     model = sharded(alone, mesh)
     optimizer = acc.wrap_optimizer(adamw(model.parameters()))
     alone_on(alone, counts, accumulate=2)
@@ -226,7 +200,7 @@ def test_micro_batches_under_no_sync_are_averaged_one_by_one(mesh) -> None:
 @on_world(2)
 def test_an_early_end_a_rank_without_data_and_summed_gradients(mesh) -> None:
     rank, counts = mesh.get_rank(), [2, 1]
-    model, alone = sharded(net(), mesh, reduce_op="sum"), net()
+    model, alone = sharded(models.spare(), mesh, reduce_op="sum"), models.spare()
     data = acc.even(batches(rank, counts[rank]), model)
     assert [data.weight for _ in data] == [1.0, 1.0 - rank], "a sum is not divided by the number of ranks"
     for i, _ in enumerate(data):
@@ -243,7 +217,7 @@ def test_an_early_end_a_rank_without_data_and_summed_gradients(mesh) -> None:
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.head = nn.Embedding(64, WIDTH), nn.Linear(WIDTH, 64)
+        self.words, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return acc.linear_cross_entropy(self.words(tokens), self.head, tokens, head_rows=True)

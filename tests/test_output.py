@@ -1,4 +1,5 @@
-"""Output does not raise if its reader is gone, the disk is full, or the encoding lacks a character; imports do not warn."""
+"""Output does not raise if its reader is gone, the disk is full, or the encoding lacks a character; imports do not
+warn. A command's process ends with one garbage collection, and what is dropped in a cycle then still has its end."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from accordion.output import lasting_stream, quiet_imports
+from tests.support.processes import run_python
 
 
 def test_output_without_a_reader_is_dropped() -> None:
@@ -44,3 +46,36 @@ def test_torchao_logs_errors_alone(caplog: pytest.LogCaptureFixture) -> None:
         logger.warning("Failed to load a library")
         logger.error("broken")
     assert caplog.messages == ["broken"]
+
+
+# -- the end of a command's process
+
+PROGRAM = """
+import atexit, gc, sys
+import torch
+from accordion.garbage import end_with_one_collection
+
+atexit.register(lambda: print("frozen", gc.get_freeze_count() > 100_000))  # torch alone makes more
+for _ in range(2):
+    end_with_one_collection()
+gc.callbacks.append(lambda phase, info: print(phase, info["generation"]))
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        print("ends")
+
+
+gc.disable()
+Cycle()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_one_collection() -> None:
+    done = run_python("-c", PROGRAM)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["start 2", "ends", "stop 2", "frozen True"]

@@ -14,7 +14,7 @@ from tests.support import models
 from tests.support.ranked import on_world
 
 WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"strategy": "shard_optim"}, {"strategy": acc.SHARD_OPTIM}),
+    *(({"strategy": s.name}, {"strategy": s}) for s in acc.config.STRATEGIES.values() if s != acc.FULL_SHARD),
     ({"precision": "bf16"}, {"precision": acc.Precision(params=torch.bfloat16)}),
     ({"offload": "optimizer=host"}, {"offload": acc.Offload(optimizer="host")}),
     (
@@ -26,7 +26,7 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"units": "Block,Head"}, {"units": ["Block", "Head"]}),
     ({"checkpoint_activations": "every:2"}, {"checkpoint_activations": "every:2"}),
     ({"secondary": 2, "reduce_op": "sum"}, {"secondary": 2, "reduce_op": "sum"}),
-    ({}, {"units": "auto", "offload": "none", "prefetch": None}),
+    ({}, {"strategy": "full_shard", "units": "auto", "offload": "none", "prefetch": None}),
 ]
 
 
@@ -35,11 +35,6 @@ def test_words_and_values_mean_the_same(words: dict[str, Any], values: dict[str,
     assert Sharding(**words) == Sharding(**values)
     assert Sharding(**values).as_config() == words
     assert Sharding.from_config(Sharding(**words).as_config()) == Sharding(**words)
-
-
-@pytest.mark.parametrize("strategy", acc.config.STRATEGIES)
-def test_every_strategy_has_its_name(strategy: str) -> None:
-    assert Sharding(strategy=strategy) == Sharding(strategy=acc.config.STRATEGIES[strategy])
 
 
 def test_values_without_words_are_kept() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from accordion import _torch
 from accordion.workers.ranks import STILL, register_still
+from tests.support.ranked import on_world
 
 CPU = torch.device("cpu")
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -63,6 +64,10 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "pool.py": ("PRELOADED",),
     "safety/test_steps.py": ("hooks_after_any_step",),
     "safety/test_waits.py": ("assert_on_device", "ASSERT_BYTES"),
+    "test_torch_names.py": (
+        *("backend_of", "timeout_of", "timeout_s_of_job", "default_store", "named_group", "BEFORE_2_13"),
+        *("collective", "joined_mesh", "flattened_mesh"),
+    ),
     "shard/test_api.py": ("foreach_norm", "StridedShard"),
     "shard/test_unedited_programs.py": ("storages_of", "is_plain", "inner_tensors"),
     "shard/test_host_process.py": ("has_rule", "answer_operator", "unanswered"),
@@ -238,7 +243,8 @@ def _() -> None:
         assert _torch.kept_with_job("accordion/test/") == [], "it goes with the job"
 
 
-def grouped(mesh: DeviceMesh) -> None:
+@on_world(4)  # the whole job: meshes are made
+def test_names_of_groups(mesh: DeviceMesh) -> None:
     """What asks groups with a backend: gloo's."""
     group, rank, num = mesh.get_group(), mesh.get_rank(), mesh.size()
     assert _torch.backend_of(group, CPU) == "gloo"
@@ -268,27 +274,21 @@ def grouped(mesh: DeviceMesh) -> None:
     assert _torch.flattened_mesh(init_device_mesh("cpu", (num, 1), mesh_dim_names=("a", "b")), "ab").ndim == 1
 
 
-def grouped_on_a_device(mesh: DeviceMesh) -> str:
+SPLIT_SOURCE = list(inspect.signature(dist.distributed_c10d._get_split_source).parameters)
+
+
+@pytest.mark.skipif(len(SPLIT_SOURCE) < 2, reason="torch binds no job to a CPU before 2.15")
+@on_world(2)
+def test_a_named_group_is_bound_to_the_device_of_its_job(mesh: DeviceMesh) -> None:
     """The device of a group made in a job that is bound to one, as torch 2.15 binds every job of NCCL."""
-    job: Any = dist.group.WORLD
-    before, job.bound_device_id = job.bound_device_id, torch.device("cpu", 0)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.group.WORLD, "bound_device_id", torch.device("cpu", 0))
         ranks = list(range(mesh.size()))
         group = _torch.named_group("accordion/test/bound", ranks, torch.device("cpu", 1), timedelta(seconds=30))
         value = torch.ones(1)
         dist.all_reduce(value, group=group)
         assert value.item() == mesh.size()
-        return str(group.bound_device_id)
-    finally:
-        job.bound_device_id = before
-
-
-SPLIT_SOURCE = list(inspect.signature(dist.distributed_c10d._get_split_source).parameters)
-
-
-@pytest.mark.skipif(len(SPLIT_SOURCE) < 2, reason="torch binds no job to a CPU before 2.15")
-def test_a_named_group_is_bound_to_the_device_of_its_job(world: Any) -> None:
-    assert world.run(2, grouped_on_a_device) == ["cpu:0", "cpu:0"]
+        assert str(group.bound_device_id) == "cpu:0"
 
 
 @pytest.mark.parametrize("bound", [None, torch.device("cuda", 1)])
@@ -308,19 +308,6 @@ def test_what_stands_in_for_functions_of_torch_takes_what_they_take() -> None:
     assert SPLIT_SOURCE in (["pg"], ["pg", "requested_backend"])
 
 
-@checks(
-    *("backend_of", "timeout_of", "timeout_s_of_job", "default_store", "named_group", "BEFORE_2_13"),
-    *("collective", "joined_mesh"),
-    "flattened_mesh",
-)
-def _() -> None:
-    """`test_names_of_groups` asks them on ranks."""
-
-
-def test_names_of_groups(world: Any) -> None:
-    world.run(4, grouped)  # the whole job: meshes are made
-
-
 # -- devices
 
 
@@ -329,21 +316,19 @@ def _() -> None:
     assert _torch.has_bf16(CPU) in (True, False)
     assert _torch.runtime_version("xyz") is None
 
-    class Module:
-        @staticmethod
-        def Event(**given: Any) -> Any:  # noqa: N802
-            if given:
-                raise TypeError
-            return "plain"
+    def plain_event(**given: Any) -> Any:
+        if given:
+            raise TypeError
+        return "plain"
 
-    assert _torch.blocking_events(Module)() is None
+    assert _torch.blocking_events(SimpleNamespace(Event=plain_event))() is None
     _torch.sleep_on_device()
 
 
 # -- other interfaces
 
 
-@pytest.mark.parametrize("check", list(OrderedDict.fromkeys(CHECKS.values())), ids=lambda check: "")
+@pytest.mark.parametrize("check", list(dict.fromkeys(CHECKS.values())), ids=lambda check: "")
 def test_what_we_think_of_a_name_is_so(check: Callable[[], None]) -> None:
     check()
 

@@ -89,17 +89,14 @@ def test_turns_interleave_and_who_waits_is_idle(tmp_path):
         assert all(y - x < 0.1 for x, y in zip(before, b.ask("used"), strict=True)), "they sleep while another one runs"
 
 
-def test_a_rank_that_fails_or_dies_ends_its_team(tmp_path):
-    with (
-        WorkerTeam("A", World(num_ranks=2), Diary, ("A", str(tmp_path / "diary"))) as team,
-        pytest.raises(BenchError, match=r"contender 'A' failed on rank 1: ValueError: of no use$"),
+def test_a_rank_that_fails_or_dies_ends_its_team():
+    for num_ranks, act, message in (
+        (2, "fails", r"contender 'A' failed on rank 1: ValueError: of no use$"),
+        (1, "dies", "its process ended"),
     ):
-        team.ask("fails")
-    with (
-        WorkerTeam("A", ONE, Diary, ("A", str(tmp_path / "diary"))) as team,
-        pytest.raises(BenchError, match="its process ended"),
-    ):
-        team.ask("dies")
+        world = World(num_ranks=num_ranks)
+        with WorkerTeam("A", world, Diary, ("A", "")) as team, pytest.raises(BenchError, match=message):
+            team.ask(act)
     with pytest.raises(BenchError, match="contender 'A' did not answer within 0 s on rank 0"):
         WorkerTeam("A", World(num_ranks=1, timeout_s=0.0), Diary, ("A", ""))
 

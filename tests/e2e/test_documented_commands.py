@@ -67,17 +67,6 @@ def test_make_targets_exist(command: str) -> None:
     assert ("accordion train" if "train" in command else "pytest") in done.stdout
 
 
-OPTIONS = {
-    "train": "strategy",
-    "plan": "--json",
-    "generate": "--max-new-tokens",
-    "export": "--format",
-    "checkpoint": "--json",
-    "bench": "--against",
-    "doctor": "--dir",
-}
-
-
 @pytest.mark.parametrize("command", [*gpu_commands("accordion"), *(c for c in COMMANDS if c.startswith("accordion"))])
 def test_options_of_each_command_parse(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -87,7 +76,7 @@ def test_options_of_each_command_parse(
     name, *words = words_of(command)[1:]
     assert exit_code([name, *words, "--print_config" if name == "train" else "--help"]) == 0
     shown = capsys.readouterr().out
-    assert OPTIONS[name] in shown
+    assert ("strategy" if name == "train" else f"usage: accordion {name} ") in shown
     assert name == "train" or all(word in shown for word in words if word.startswith("--")), "those of train are parsed"
 
 

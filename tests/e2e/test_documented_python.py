@@ -52,20 +52,6 @@ class Model(nn.Module):
         return Output(rows.square().mean())
 
 
-class Engine:
-    """An inference engine that receives weights."""
-
-    def __init__(self) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-
-    def update_weight(self, name: str, tensor: torch.Tensor) -> None:
-        self.weights[name] = tensor
-
-    def generate(self, prompts: list[str]) -> list[str]:
-        assert self.weights
-        return prompts
-
-
 def plain() -> Names:
     """Return a model that is not sharded, with data."""
     rows = torch.randn(32, 16)
@@ -146,6 +132,18 @@ def guide(block: int) -> Names:
         matrices = [p for p in model.parameters() if p.ndim == 2]
         return {**names, "matrices": matrices, "others": [p for p in model.parameters() if p.ndim == 1]}
     return names
+
+
+def inference(block: int) -> Names:
+    """Return an inference engine that receives weights, and prompts for it."""
+    weights: dict[str, torch.Tensor] = {}
+
+    def generate(prompts: list[str]) -> list[str]:
+        assert weights
+        return prompts
+
+    engine = SimpleNamespace(update_weight=weights.__setitem__, generate=generate)
+    return {**trained(), "engine": engine, "prompts": ["a"]}
 
 
 def integrations(block: int) -> Names:
@@ -251,7 +249,7 @@ PAGES: Mapping[str, Callable[[int], Names]] = {
     "docs/first-run.md": lambda block: {},
     "docs/four_bits.md": llama,
     "docs/guide.md": guide,
-    "docs/inference.md": lambda block: {**trained(), "engine": Engine(), "prompts": ["a"]},
+    "docs/inference.md": inference,
     "docs/integrations.md": integrations,
     "docs/long-context.md": long_context,
     "docs/memory.md": lambda block: plain(),

@@ -20,11 +20,10 @@ RUNS = {
     "packed": [*CHAT, *STEPS, "--adapter", "lora", "--adapter.r", "4", *SGD],
     "one a row": [*CHAT, *STEPS, "--data.packing", "none", "--model.loss", "chunked", *SGD],
 }
-# Run, ranks, ranks of a sequence, the run to resume from.
-JOBS = [
-    [("text", 4, 2, None), ("packed", 4, 2, None), ("one a row", 4, 2, None)],
-    [("text", 1, 1, None), ("packed", 1, 1, None), ("one a row", 1, 1, None), ("text", 1, 1, "text 4 2")],
-]
+WHOLE = "text on 4"  # the run from whose step 2 another one resumes
+# Folder of a run -> (key of RUNS, ranks; whether it resumes). Four ranks are two groups that share sequences.
+JOBS = {f"{name} on {world}": (name, world, False) for world in (4, 1) for name in RUNS}
+JOBS["text resumed on 1"] = ("text", 1, True)
 
 
 @pytest.fixture(scope="module")
@@ -33,28 +32,25 @@ def place(place: Path) -> Path:
     return place
 
 
-def run_dir_of(name: str, world: int, sequence: int, resumed: str | None) -> str:
-    return f"{name} {world} {sequence}" + (" resumed" if resumed else "")
-
-
-def words_of(name: str, world: int, sequence: int, resumed: str | None) -> list[str]:
-    run_dir = run_dir_of(name, world, sequence, resumed)
-    words = [*RUNS[name], "--run.dir", run_dir, "--shard.sequence", str(sequence)]
-    words += ["--model.mlp_tiles", "3"] if sequence > 1 else []
-    return words + (["--checkpoint.resume", f"{resumed}/checkpoints/step-000002"] if resumed else [])
+def train(world: int, *run_dirs: str) -> None:
+    """Train these of `JOBS` in ranks that start once."""
+    jobs = []
+    for run_dir in run_dirs:
+        name, _, resumes = JOBS[run_dir]
+        words = [*RUNS[name], "--run.dir", run_dir]
+        words += ["--shard.sequence", "2", "--model.mlp_tiles", "3"] if world == 4 else []
+        jobs.append(job_of(words + ["--checkpoint.resume", f"{WHOLE}/checkpoints/step-000002"] * resumes, world))
+    assert launch.start(several, (jobs,), world) == 0
 
 
 def test_the_steps_do_not_depend_on_the_ranks_of_a_sequence(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    shown = ""
-    for jobs in JOBS:
-        world = jobs[0][1]
-        assert launch.start(several, ([job_of(words_of(*job), world) for job in jobs],), world) == 0
-        shown += capfd.readouterr().out
-    whole = {name: losses_of(place / f"{name} 1 1") for name in RUNS}
+    for world in (4, 1):
+        train(world, *(run_dir for run_dir, (_, ranks, _) in JOBS.items() if ranks == world))
+    shown = capfd.readouterr().out
+    whole = {name: losses_of(place / f"{name} on 1") for name in RUNS}
     assert all(len(losses) == 4 for losses in whole.values())
-    for name, world, sequence, resumed in [job for jobs in JOBS for job in jobs]:
-        run_dir = run_dir_of(name, world, sequence, resumed)
-        expected = whole[name][2:] if resumed else whole[name]
+    for run_dir, (name, _, resumes) in JOBS.items():
+        expected = whole[name][2:] if resumes else whole[name]
         assert losses_of(place / run_dir) == pytest.approx(expected, rel=0, abs=1e-5), run_dir
     assert "a step is 4 rows of 64 tokens: 2 groups of 2 ranks x 1 x 2" in shown
     validations = [float(loss) for loss in re.findall(r"validation loss ([\d.]+) after 2 steps", shown)]
@@ -65,20 +61,18 @@ def test_the_steps_do_not_depend_on_the_ranks_of_a_sequence(place: Path, capfd: 
         for text in shown.split("sample:")[1:]
     ]
     for name in RUNS:
-        of_name = {
-            text for text, (run, *_) in zip(samples, (job for jobs in JOBS for job in jobs), strict=True) if run == name
-        }
+        of_name = {text for text, (run, *_) in zip(samples, JOBS.values(), strict=True) if run == name}
         assert len(of_name) == 1, of_name
 
 
 def test_a_run_of_sequence_ranks_is_exported_and_generates(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    if not Path("text 4 2").exists():
-        assert launch.start(several, ([job_of(words_of("text", 4, 2, None), 4)],), 4) == 0
-    assert cli.main(["export", "text 4 2", "exported"]) == 0
+    if not Path(WHOLE).exists():
+        train(4, WHOLE)
+    assert cli.main(["export", WHOLE, "exported"]) == 0
     config = json.loads(Path("exported/config.json").read_text())
     assert config["use_cache"]
     assert "_sequence_" not in json.dumps(config)
     capfd.readouterr()
-    words = ["text 4 2", "--prompt", "def", "--max-new-tokens", "3", "--json", "--device", "cpu", "--nproc", "1"]
+    words = [WHOLE, "--prompt", "def", "--max-new-tokens", "3", "--json", "--device", "cpu", "--nproc", "1"]
     assert cli.main(["generate", *words]) == 0
     assert json.loads(capfd.readouterr().out.splitlines()[0])["text"]

@@ -1,14 +1,15 @@
-"""Two hosts, each a network namespace of its own, whose link is cut for good: all ends with a word why, and one host goes on."""
+"""Jobs of several hosts: a link between two is cut for good, and all ends with a word why; and the number of hosts changes while
+the job runs. The job goes on, and makes the same steps."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,11 +17,24 @@ import pytest
 
 from accordion.checkpoint import latest
 from accordion.checkpoint.reading import verify
-from tests.e2e.jobs import TINY, lines_of, until
+from tests.e2e.jobs import TINY, lines_of, until, workers_of
 
 TIMEOUT_S = 20  # of a rank
 READ_S = 45  # of its agent, which ends its other ranks first
 SLOW_S = 15  # what a busy machine takes beside
+
+
+def torchrun(nodes: str, endpoint: str, at: str, conf: str, *flags: str) -> list[str]:
+    """Return the words after `python` of an agent of one rank at the address `at`, which runs `accordion train *flags`."""
+    words = ["-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    words += ["--rdzv-endpoint", endpoint, "--rdzv-id", f"job{nodes}", "--rdzv-conf", conf, "--local-addr", at]
+    return [*words, *flags]
+
+
+TRAIN = ["-m", "accordion", "train", *TINY]
+
+
+# -- two namespaces whose link is cut
 
 
 class Hosts:
@@ -28,6 +42,8 @@ class Hosts:
 
     def __init__(self) -> None:
         self._names = [f"accordion-{os.getpid()}-{end}" for end in ("a", "b", "bridge")]
+
+    def open(self) -> None:
         for name in self._names:
             ip("netns", "add", name)
         bridge = self._names[2]
@@ -46,11 +62,9 @@ class Hosts:
 
     def start(self, host: int, nodes: int, out: Path, *flags: str) -> subprocess.Popen[str]:
         """One rank on `host` under torchrun's agent."""
-        words = ["--nnodes", str(nodes), "--nproc-per-node", "1", "--max-restarts", "0"]
-        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(0)}:29400"]
-        words += ["--rdzv-conf", f"is_host={int(host == 0)}"]
-        words += ["--rdzv-id", f"job{nodes}", "--local-addr", address(host), "-m", "accordion", "train"]
-        return self.python(host, out, "-m", "torch.distributed.run", *words, *flags)
+        conf, endpoint = f"is_host={int(host == 0)}", f"{address(0)}:29400"
+        words = torchrun(str(nodes), endpoint, address(host), conf, "--max-restarts", "0", *TRAIN, *flags)
+        return self.python(host, out, *words)
 
     def python(self, host: int, out: Path, *words: str, **environ: str) -> subprocess.Popen[str]:
         """Start `python *words` on `host`, with its output in `out`."""
@@ -65,16 +79,16 @@ class Hosts:
 
     def ranks(self, host: int, agent: int) -> list[int]:
         """What runs on a host beside torchrun's agent."""
-        held = run("ip", "netns", "pids", self._names[host]).split()
+        held = ip("netns", "pids", self._names[host]).split()
         return [pid for pid in map(int, held) if pid != agent]
 
     def close(self) -> None:
         for host in range(2):
-            with suppress(subprocess.CalledProcessError):
+            with suppress(OSError, subprocess.CalledProcessError):
                 for pid in self.ranks(host, 0):
                     os.kill(pid, signal.SIGKILL)
         for name in self._names:
-            with suppress(subprocess.CalledProcessError):
+            with suppress(OSError, subprocess.CalledProcessError):
                 ip("netns", "del", name)
 
 
@@ -82,26 +96,20 @@ def address(host: int) -> str:
     return f"10.213.7.{host + 1}"
 
 
-def run(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
-
-
-def ip(*words: str) -> None:
-    run("ip", *words)
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    if shutil.which("ip") is None:
-        pytest.skip("no ip command: network namespaces cannot be made here")
-    made = Hosts.__new__(Hosts)
+    hosts = Hosts()
     try:
-        made.__init__()  # type: ignore[misc]
+        hosts.open()
+        yield hosts
     except (OSError, subprocess.CalledProcessError) as error:
-        made.close()
-        pytest.skip(f"network namespaces are not allowed here: {getattr(error, 'stderr', error)}")
-    yield made
-    made.close()
+        pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', error)}")
+    finally:
+        hosts.close()
 
 
 def runs(pid: int) -> bool:
@@ -122,7 +130,7 @@ def test_a_link_that_is_cut_for_good_ends_both_hosts_and_one_goes_on(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run_dir, logs = tmp_path / "run", [tmp_path / "a.log", tmp_path / "b.log"]
-    flags = [*TINY, "--run.dir", str(run_dir), "--checkpoint.every", "2", "--launch.timeout_s", str(TIMEOUT_S)]
+    flags = ["--run.dir", str(run_dir), "--checkpoint.every", "2", "--launch.timeout_s", str(TIMEOUT_S)]
     agents = [hosts.start(i, 2, logs[i], *flags, "--train.steps", "100000") for i in range(2)]
     until(lambda: len(steps_of(run_dir)) >= 6, "six steps", *logs)
     ranks = [hosts.ranks(i, agents[i].pid) for i in range(2)]
@@ -187,3 +195,85 @@ def test_a_link_that_is_cut_for_good_ends_programs_of_users(hosts: Hosts, tmp_pa
     assert [rank.returncode for rank in ranks] == [1, 1]
     for log, other in zip(logs, (1, 0), strict=True):
         assert f"rank {other} has not answered for 12 s: its machine, or the network to it, is gone" in log.read_text()
+
+
+# -- agents on this machine, each as a host of one rank, of which some are killed
+
+SAME = ["--train.micro_batch", "4", "--train.global_batch", "16", "--train.steps", "100000", "--train.warmup", "20"]
+SAVING = ["--checkpoint.every", "4", "--checkpoint.keep", "3"]
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torch 2.13's agent tells one that joins later no address
+NOTICE = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"  # in s; else a start takes half a minute
+
+
+@pytest.fixture
+def start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], tuple[subprocess.Popen[str], Path]]]:
+    """A function that starts one more agent, and returns it with its log."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    agents: list[subprocess.Popen[str]] = []
+
+    def started() -> tuple[subprocess.Popen[str], Path]:
+        conf, log = f"is_host={int(not agents)},{NOTICE}", tmp_path / f"{len(agents)}.log"
+        flags = ["--max-restarts", "9", "--monitor-interval", "0.2", *TRAIN, *SAME, *SAVING]
+        words = torchrun("1:2", endpoint, "127.0.0.1", conf, *flags, "--run.dir", str(tmp_path / "run"))
+        command, environ = [sys.executable, *words], {**os.environ, **OWN_STORE}
+        with log.open("w") as file:
+            agents.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ, text=True))
+        return agents[-1], log
+
+    yield started
+    for agent in agents:
+        if agent.poll() is None:
+            kill(agent)
+
+
+def kill(agent: subprocess.Popen[str]) -> None:
+    """As a host that loses its power."""
+    for pid in [*workers_of(agent.pid), agent.pid]:
+        os.kill(pid, signal.SIGKILL)
+    agent.wait()
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    """Of step 1, 2, ...; a run that goes on takes back what was not saved."""
+    lines = lines_of(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["loss"] for line in lines]
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_the_hosts_that_are_left_and_with_one_that_comes_back(
+    start: Callable[[], tuple[subprocess.Popen[str], Path]], tmp_path: Path
+) -> None:
+    run_dir, mark = tmp_path / "run", 10
+    (one, log), (other, its_log) = start(), start()
+    until(lambda: len(losses_of(run_dir)) >= mark, "ten steps of two hosts", log, its_log)
+    two, alone = "2 ranks x 4 x 2", "1 ranks x 4 x 4"
+    assert two in log.read_text() + its_log.read_text()
+
+    kill(other)
+    until(lambda: alone in log.read_text(), "a start with one host", log)
+    before = len(losses_of(run_dir))
+    until(lambda: len(losses_of(run_dir)) >= before + mark, "steps of one host", log)
+    assert "resumed from" in log.read_text()
+
+    another, its_log = start()
+    until(lambda: two in (log.read_text() + its_log.read_text()).rpartition(alone)[2], "a start with two", log, its_log)
+    before = len(losses_of(run_dir))
+    until(lambda: len(losses_of(run_dir)) >= before + mark, "steps of two hosts again", log, its_log)
+    assert one.poll() is None
+    kill(one)
+    kill(another)
+
+    found = losses_of(run_dir)[: 8 * mark]
+    calm = [sys.executable, *TRAIN, *SAME, "--launch.nproc", "2"]
+    words = ["--run.dir", str(tmp_path / "calm"), "--train.micro_batch", "8"]
+    with subprocess.Popen([*calm, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as undisturbed:
+        try:
+            until(lambda: len(losses_of(tmp_path / "calm")) >= len(found), "the undisturbed run", timeout_s=900)
+        finally:
+            undisturbed.terminate()  # which ends its ranks; it has more steps than anybody waits for
+    assert found == pytest.approx(losses_of(tmp_path / "calm")[: len(found)], rel=1e-4)

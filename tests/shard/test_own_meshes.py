@@ -103,23 +103,25 @@ def assert_gradients_of_unsharded(model: Any) -> None:
     assert_close({n: p.grad.full_tensor() for n, p in model.named_parameters()}, wanted, 1e-6)
 
 
-@pytest.mark.parametrize("case", sampled(CASES, ("optimizer alone", "on the host").__contains__))
-def test_experts_train_as_the_unsharded_model(world: Any, case: str) -> None:
-    world.run_mesh((2, 2), ("edp", "ep"), trains_alike, case)
+TRAINED = [((2, 2), case) for case in CASES] + [((1, 4), "experts are units"), ((4, 1), "experts are units")]
+USUAL = (((2, 2), "optimizer alone"), ((2, 2), "on the host"), ((1, 4), "experts are units"))
 
 
-@pytest.mark.parametrize("shape", [(1, 4), pytest.param((4, 1), marks=pytest.mark.slow)])
-def test_a_gradient_is_divided_by_all_ranks_whatever_the_size_of_its_mesh(world: Any, shape: tuple[int, int]) -> None:
-    world.run_mesh(shape, ("edp", "ep"), trains_alike, "experts are units")
+@pytest.mark.parametrize(("shape", "case"), sampled(TRAINED, lambda *row: row in USUAL))
+def test_experts_train_as_the_unsharded_model(world: Any, shape: tuple[int, int], case: str) -> None:
+    """Whatever the size of its mesh, a gradient is divided by all ranks."""
+    world.run_mesh(shape, ("edp", "ep"), trains_alike, case)
 
 
-def assert_own_ranks_communicate(mesh: Any, model: Any) -> int:
-    """Assert that experts are gathered and reduced over their own ranks only, and return the number of elements of a block's."""
+@on_mesh((2, 2), ("edp", "ep"))
+def test_experts_communicate_with_their_own_ranks_only(mesh: Any) -> None:
+    """Experts are gathered and reduced over their own ranks only, messages name these, and bytes are those of their rows."""
+    model = sharded(mesh, units={experts.Mixture, experts.Experts})
     for step in range(2):
         with Wire() as wire:
             model.loss(experts.tokens(step, dist.get_rank())).backward()
     same = [mesh.get_local_rank("ep"), mesh.get_local_rank("ep") + 2]
-    numel = 2 * experts.EXPERTS // 2 * experts.WIDTH * experts.HIDDEN
+    numel = 2 * experts.EXPERTS // 2 * experts.WIDTH * experts.HIDDEN  # of a block's experts on these ranks
     for kind in ("gather", "reduce"):
         numels = [sum(call.numels) for call in wire.of(kind) if call.group == "2"]
         found = [n for n in numels if n >= numel]  # the others are the all-to-alls of tokens
@@ -129,14 +131,6 @@ def assert_own_ranks_communicate(mesh: Any, model: Any) -> int:
     assert unit.groups[0].context.shard.gather.ranks == same
     assert unit.groups[0].place.endswith(f"(blocks.0.experts) of ranks {same}")
     assert "of ranks" not in unit_in(model.blocks[0]).groups[0].place
-    return numel
-
-
-@on_mesh((2, 2), ("edp", "ep"))
-def test_experts_communicate_with_their_own_ranks_only(mesh: Any) -> None:
-    """Experts are gathered and reduced over their own ranks only, messages name these, and bytes are those of their rows."""
-    model = sharded(mesh, units={experts.Mixture, experts.Experts})
-    numel = assert_own_ranks_communicate(mesh, model)
     report = {each.name: each for each in acc.describe(model).units}["blocks.0.experts"]
     assert report.num_params == 2 * numel  # in whole
     assert report.parameter_bytes == numel // 2 * 4

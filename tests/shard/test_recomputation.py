@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.shard.activations import ATTENTION, PRODUCTS, _Choice
-from tests.devices import device, here
 from tests.support import models, programs
-from tests.support.checks import assert_at_rest, assert_close, mean_grads, one_loss
-from tests.support.compare import seeded
+from tests.support.chains import mean_square, numbers
+from tests.support.checks import assert_at_rest, one_loss
+from tests.support.compare import check_step, seeded
 from tests.support.meters import Wire
 from tests.support.programs import Node, Program
 from tests.support.ranked import on_world
-from tests.support.reference import grads_of
 from tests.support.sample import sampled
 
 WIDTH = 8
@@ -40,14 +39,12 @@ class Chunks(nn.Module):
         return x * (gate * value) + self.lin(x)[..., :WIDTH]
 
 
-def fused(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, width), nn.ReLU(inplace=True))
-
-
 WRITES: dict[str, Callable[[], nn.Module]] = {
     "gru": lambda: nn.GRU(WIDTH, WIDTH, num_layers=2),
     "rnn_cell": lambda: nn.RNNCell(WIDTH, WIDTH),
-    "relu_in_place": lambda: fused(WIDTH),
+    "relu_in_place": lambda: nn.Sequential(
+        *(m for _ in range(2) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)))
+    ),
     "chunks": Chunks,
 }
 
@@ -67,17 +64,12 @@ class Writer(nn.Module):
 @pytest.mark.parametrize("kind", WRITES)
 @on_world(2)
 def test_products_that_are_written_into_are_computed_again(mesh, kind: str) -> None:
-    torch.manual_seed(0)
-    x, found = torch.randn(5, WIDTH, device=device()), []
-    for sharded in (False, True):
-        torch.manual_seed(1)
-        model = here(nn.Sequential(Writer(kind), Writer(kind)))
-        if sharded:
-            model = acc.shard(model, mesh, units={Writer}, checkpoint_activations="selective")
-        for _ in range(2):
-            model(x).square().sum().backward()
-        found.append(grads_of(model) if sharded else mean_grads(mesh, model))
-    assert_close(found[1], found[0], 1e-6)
+    def build() -> nn.Module:
+        return nn.Sequential(Writer(kind), Writer(kind))
+
+    model = acc.shard(seeded(build), mesh, units={Writer}, checkpoint_activations="selective")
+    for step in range(2):
+        check_step(mesh, model, seeded(build), lambda m, step: mean_square(m(numbers(5, WIDTH))), step)
 
 
 NESTED = Node(
@@ -99,12 +91,14 @@ def test_units_inside_may_gather_more_or_less_often_than_in_the_forward(world, s
 def test_a_graph_may_be_walked_twice(mesh) -> None:
     """What is kept is given once; the second walk computes it."""
     plain, model = models.plain(), acc.shard(models.plain(), mesh, checkpoint_activations="selective")
-    tokens, targets = models.batch(0, 0, mesh.get_local_rank(), vocab=48)
-    for m in (plain, model):
-        loss = models.loss_of(m(tokens), targets)
+
+    def run(m: nn.Module, step: int) -> Tensor:
+        loss = one_loss(m, step)
         loss.backward(retain_graph=True)
         loss.backward()
-    assert_close(grads_of(model), mean_grads(mesh, plain), 2e-6)
+        return loss.detach()
+
+    check_step(mesh, model, plain, run, exact=False, tolerance=2e-6)
     assert_at_rest(model)
 
 
@@ -149,16 +143,9 @@ class Named(nn.Module):
 @pytest.mark.parametrize(("how", "training"), [("selective", False), ("selective", True), ("full", True)])
 @on_world(2)
 def test_attention_and_what_drops(mesh, how: str, training: bool) -> None:
-    found = []
-    for sharded in (False, True):
-        torch.manual_seed(1)
-        model = here(Named()).train(training)
-        if sharded:
-            model = acc.shard(model, mesh, units={Dropping}, checkpoint_activations=how)
-        torch.manual_seed(2)
-        model(torch.randn(2, 4, WIDTH, device=device())).square().sum().backward()
-        found.append(grads_of(model) if sharded else mean_grads(mesh, model))
-    assert_close(found[1], found[0], 1e-6)
+    plain, model = (seeded(Named).train(training) for _ in range(2))
+    model = acc.shard(model, mesh, units={Dropping}, checkpoint_activations=how)
+    check_step(mesh, model, plain, lambda m, step: mean_square(m(numbers(2, 4, WIDTH))))
 
 
 def test_attention_is_kept_where_it_draws_no_random_numbers() -> None:
@@ -183,10 +170,7 @@ def test_compiled_units_and_parts_of_units(mesh) -> None:
     model = acc.shard(models.plain(), mesh, checkpoint_activations="selective")
     model.blocks[0].up.compile(backend="aot_eager")
     model.blocks[1].compile(backend="aot_eager")
-    tokens, targets = models.batch(0, 0, 0, vocab=48)
-    for m in (plain, model):
-        models.loss_of(m(tokens), targets).backward()
-    assert_close(grads_of(model), mean_grads(mesh, plain), 3e-6)
+    check_step(mesh, model, plain, lambda m, step: one_loss(m).backward(), exact=False, tolerance=3e-6)
 
 
 class Recomputed(nn.Module):
@@ -208,15 +192,16 @@ class Recomputed(nn.Module):
 def test_what_trains_is_asked_again_where_a_unit_is_recomputed(mesh) -> None:
     """DPO with adapters: between the forward and its backward another one runs, in which nothing trains."""
     model, plain = acc.shard(seeded(Recomputed), mesh=mesh, units={models.Block}), seeded(Recomputed)
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(mesh.get_rank())).to(device())
-    for _ in range(2):
-        for m in (model, plain):
-            m.zero_grad()
-            out = m(x)
-            m.blocks.requires_grad_(False)
-            with torch.no_grad():
-                reference = m(x)
-            m.blocks.requires_grad_()
-            (out - 0.5 * reference).square().mean().backward()
-        assert_close(grads_of(model), mean_grads(mesh, plain))
+
+    def run(m: nn.Module, step: int) -> Tensor:
+        x = numbers(4, WIDTH)
+        out = m(x)
+        m.blocks.requires_grad_(False)
+        with torch.no_grad():
+            reference = m(x)
+        m.blocks.requires_grad_()
+        return mean_square(out - 0.5 * reference)
+
+    for step in range(2):
+        check_step(mesh, model, plain, run, step)
         assert_at_rest(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import accordion as acc
+from accordion.tensor_checksum import checksum
 from tests.compat.test_fsdp2_parallel import Levels, Packed
 from tests.devices import device, here
 from tests.inside import unit_in
@@ -231,39 +234,28 @@ class Modulated(nn.Module):
 
 
 class Reaches(Net):
-    """The root calls a layer inside of a block."""
+    """The root calls or reads a layer inside of a block: `reach(forward of the blocks, x, layer)`."""
+
+    def __init__(self, reach: Callable[[Callable[[Tensor], Tensor], Tensor, nn.Linear], Tensor]) -> None:
+        super().__init__(Modulated)
+        self.reach = reach
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + self.layers[0].shift(x))
-
-
-class Multiplies(Net):
-    """The root reads a weight inside of a block."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x @ self.layers[0].shift.weight)
-
-
-class Adds(Net):
-    """The root adds a bias inside of a block, and a sum over its weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        shift = self.layers[0].shift
-        return super().forward(x) + (shift.bias if self.training else shift.weight.square().sum())
+        return self.reach(super().forward, x, self.layers[0].shift)
 
 
 @on_world(2)
 def test_what_reaches_into_a_unit_is_named(mesh) -> None:
-    for kind, training, named in (
-        (Reaches, True, r" \(layers.0.shift.weight, layers.0.shift.bias of unit 'layers.0'\)"),
-        (Multiplies, True, ""),
-        (Adds, True, ""),
-        (Adds, False, ""),
+    names = r" \(layers.0.shift.weight, layers.0.shift.bias of unit 'layers.0'\)"
+    for reach, named in (
+        (lambda blocks, x, shift: blocks(x + shift(x)), names),
+        (lambda blocks, x, shift: blocks(x @ shift.weight), ""),
+        (lambda blocks, x, shift: blocks(x) + shift.bias, ""),
+        (lambda blocks, x, shift: blocks(x) + shift.weight.square().sum(), ""),
     ):
-        model = acc.shard(kind(Modulated), mesh=mesh, units={Modulated}).train(training)
-        with pytest.raises(
-            acc.UsageError, match=f"read a parameter of a unit{named} outside of that unit's own forward"
-        ):
+        model = acc.shard(Reaches(reach), mesh=mesh, units={Modulated})
+        text = f"read a parameter of a unit{named} outside of that unit's own forward"
+        with pytest.raises(acc.UsageError, match=text):
             model(inputs())
 
 
@@ -396,3 +388,8 @@ def test_tensor_subclasses_are_kept_or_refused_by_name(world):
     world.run(2, kept, acc.SHARD_GRAD_OP)
     world.run(2, in_float8)
     world.run(2, not_kept)
+
+
+def test_swapped_inner_tensors_have_another_checksum() -> None:
+    first, second = torch.arange(4.0), torch.ones(4)
+    assert checksum(TwoTensor(first, second)) != checksum(TwoTensor(second, first))

@@ -104,14 +104,6 @@ def train(rank: int, where: str, mode: str, device: str, folder: str) -> None:
     model(x).square().mean().backward()
 
 
-def started(rank: int, where: str, mode: str, device: str, folder: Path) -> int:
-    """Fork a rank, and return its process id, or 0 in the rank itself, whose stderr goes to a file in `folder`."""
-    pid = os.fork()
-    if pid == 0:
-        os.dup2(os.open(folder / f"rank{rank}", os.O_WRONLY | os.O_CREAT), 2)
-    return pid
-
-
 def ended(pid: int, deadline: float) -> int | None:
     """Wait for a process and return its exit code; None if it still runs at `deadline`."""
     while True:
@@ -134,8 +126,9 @@ def main(device: str, path: str, *names: str) -> Callable[[], None] | None:
         folder = Path(path, str(i))
         folder.mkdir()
         for rank in range(2):
-            pid = started(rank, where, mode, device, folder)
+            pid = os.fork()
             if pid == 0:
+                os.dup2(os.open(folder / f"rank{rank}", os.O_WRONLY | os.O_CREAT), 2)
                 return partial(train, rank, where, mode, device, str(folder))
             pids[name].append(pid)
     deadline, outcomes = time.monotonic() + EXIT_S, {}

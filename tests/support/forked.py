@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import run
+from torch.distributed.launcher.api import LaunchConfig
 
 from accordion import cli
 from accordion.train import launch
@@ -100,11 +101,14 @@ def _own(
         run(words)
 
 
-class ForkedByLauncher(launch.LaunchConfig):
-    """Configuration of torch's launcher with which it forks its own process for each rank."""
+def config_of(start_method: str) -> type[LaunchConfig]:
+    """Return a configuration class of torch's launcher with which it starts ranks by `start_method`."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**{**given, "start_method": "fork"})
+    class Config(LaunchConfig):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**{**given, "start_method": start_method})
+
+    return Config
 
 
 def command(words: list[str]) -> None:
@@ -112,7 +116,7 @@ def command(words: list[str]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = (
         "false"  # else tokenizers warns of ranks that are forked from where it was used
     )
-    launch.LaunchConfig = ForkedByLauncher  # type: ignore[misc]
+    launch.LaunchConfig = config_of("fork")  # type: ignore[misc]
     sys.exit(cli.main(words))
 
 
@@ -178,19 +182,12 @@ def _rank(environ: dict[str, str], folder: str, run: Callable[..., None], args: 
     sys.stderr.flush()
 
 
-class Forked(launch.LaunchConfig):
-    """Configuration of torch's launcher with which it takes ranks from the fork server."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**{**given, "start_method": "forkserver"})
-
-
 def launched(entry: launch.Entry, args: tuple[Any, ...], nproc: int) -> int:
     """Run the real `launch.start` with torch's launcher, but take ranks from the fork server. Return the exit code, after
     writing the ranks' output here."""
     pool.fork_context()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "LaunchConfig", Forked)
+        patch.setattr(launch, "LaunchConfig", config_of("forkserver"))
         code = launch.start(_heard, (folder, entry, *args), nproc)
         _tell(folder)
     return code

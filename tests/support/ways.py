@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -459,18 +460,7 @@ def calls_in_child(script: Script) -> None:
 
 def calls_in_thread(script: Script) -> None:
     """Call the model from a second thread during a forward on this one, and raise the error of that call."""
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            evaluates(script)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(TIMEOUT_S)
-    raise errors[0] if errors else ValueError("the second thread waits")
+    ThreadPoolExecutor(1).submit(evaluates, script).result(TIMEOUT_S)
 
 
 def retries(in_backward: bool) -> Deed:
