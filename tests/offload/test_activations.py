@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import accordion as acc
 from accordion.offload import swap_file
-from accordion.offload.activations import NUM_STAGES, ActivationOffload, HostActivationStore, joined
+from accordion.offload.activations import NUM_STAGES, ActivationOffload, HostActivationStore
 from tests.devices import device
 from tests.inside import engine_in
 from tests.offload.test_faults import failing_calls
@@ -184,10 +184,6 @@ def test_inputs_that_grow_a_little_rarely_allocate_memory():
         slot.free(None)
         assert store.host_bytes <= num_pages * page * 9 / 8 + page
     assert len(made) <= 8
-
-
-def test_adjacent_free_ranges_are_joined():
-    assert joined([(4, 8), (0, 4), (12, 16)]) == [(0, 8), (12, 16)]
 
 
 # -- faults

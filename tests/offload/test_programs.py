@@ -22,19 +22,12 @@ from tests.support.offloads import HOST, MIXED, disk, disk_of_all
 from tests.support.reference import local_of, params_of
 
 Program = Callable[..., list[Any]]
-PROGRAMS: dict[str, Program] = {}
-USUAL: dict[str, tuple[int, tuple[str, ...]]] = {}  # number of ranks and tiers with which `make test` runs a program
+PROGRAMS: dict[str, tuple[Program, int, tuple[str, ...]]] = {}
 
 
-def program(*tiers: str, num_ranks: int = 1) -> Callable[[Program], Program]:
+def program(*tiers: str, num_ranks: int = 1) -> Callable[[Program], None]:
     """Register a program, and the `tiers` and `num_ranks` with which `make test` runs it."""
-
-    def register(run: Program) -> Program:
-        PROGRAMS[run.__name__] = run
-        USUAL[run.__name__] = num_ranks, tiers
-        return run
-
-    return register
+    return lambda run: PROGRAMS.update({run.__name__: (run, num_ranks, tiers)})
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
@@ -75,32 +68,26 @@ def unscales_and_clips(mesh, shard: Callable[..., nn.Module], path: Path) -> lis
     return found + end_of(model, optimizer)
 
 
-class Raises(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise PlantedError("in the middle of a backward")
+def fail(grad: Tensor) -> None:
+    raise PlantedError("in the middle of a backward")
 
 
-@program("mixed")
+@program("mixed", "host", num_ranks=2)
 def raises_in_a_backward(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
-    """Raise in the middle of a backward right after a step; then clear the gradients it left, or add to them."""
+    """Raise in the middle of a backward right after a step; then set the gradients it left to zero, or add to them."""
     model = shard(models.plain())
     optimizer = adamw(model)
     for step in range(5):
         one_loss(model, step).backward()
         if step % 2:
-            handle = model.blocks[1].register_forward_hook(lambda m, args, out: Raises.apply(out))
+            handle = model.blocks[1].register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
             loss = one_loss(model, step + 9)
             handle.remove()
             with pytest.raises(PlantedError):
                 loss.backward()
             del loss
             if step == 1:
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=False)
                 one_loss(model, step).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
@@ -135,10 +122,9 @@ def freezes_and_thaws(mesh, shard: Callable[..., nn.Module], path: Path) -> list
 
 @program("streamed")
 def looks_between_steps(mesh, shard: Callable[..., nn.Module], path: Path) -> list[Any]:
-    """Evaluate, average full parameters, take state dicts and change hyperparameters, all right after a step."""
+    """Change hyperparameters and evaluate right after a step."""
     model = shard(models.plain())
     optimizer = adamw(model)
-    average: dict[str, Tensor] = {}
     found = []
     for step in range(5):
         one_loss(model, step).backward()
@@ -151,18 +137,10 @@ def looks_between_steps(mesh, shard: Callable[..., nn.Module], path: Path) -> li
             with torch.no_grad():
                 found.append(one_loss(model, 50))
             model.train()
-        if step == 1:
-            with acc.full_params(model):
-                for name, p in model.named_parameters():
-                    average[name] = p.detach().clone()
-        if step == 2:
-            found += [local_of(v).clone() for v in model.state_dict().values()]
-        if step == 3:
-            found += [local_of(v).clone() for e in optimizer.state_dict()["state"].values() for v in e.values()]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate / 2
         optimizer.zero_grad()
-    return found + list(average.values()) + end_of(model, optimizer)
+    return found + end_of(model, optimizer)
 
 
 @program("budgets", num_ranks=2)
@@ -383,10 +361,11 @@ def in_tiers(mesh, path: Path, programs: dict[str, Iterable[str]]) -> None:
         "budgets": disk_of_all(path, host_bytes=150_000 + 20_000 * rank, device_bytes=30_000 * rank + 3),
     }
     for name, tiers in programs.items():
-        wanted = PROGRAMS[name](mesh, partial(acc.shard, mesh=mesh), path / name)
+        run, *_ = PROGRAMS[name]
+        wanted = run(mesh, partial(acc.shard, mesh=mesh), path / name)
         for tier in tiers:
             shard = partial(acc.shard, mesh=mesh, offload=offloads[tier])
-            found = PROGRAMS[name](mesh, shard, path / f"{name} {tier}")
+            found = run(mesh, shard, path / f"{name} {tier}")
             pairs = enumerate(zip(found, wanted, strict=True))
             wrong = [
                 i for i, (a, b) in pairs if not (torch.equal(a.cpu(), b.cpu()) if isinstance(a, Tensor) else a == b)
@@ -396,9 +375,8 @@ def in_tiers(mesh, path: Path, programs: dict[str, Iterable[str]]) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_programs_in_some_tiers(world, num_ranks, tmp_path):
-    world.run(
-        num_ranks, in_tiers, tmp_path, {name: tiers for name, (ranks, tiers) in USUAL.items() if ranks == num_ranks}
-    )
+    usual = {name: tiers for name, (_, ranks, tiers) in PROGRAMS.items() if ranks == num_ranks}
+    world.run(num_ranks, in_tiers, tmp_path, usual)
 
 
 @pytest.mark.slow

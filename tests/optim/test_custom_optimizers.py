@@ -12,9 +12,9 @@ from torch import Tensor
 
 import accordion as acc
 from tests.support import models
-from tests.support.checks import assert_close, go_on, mean_grads, one_loss, run_all, step_all
+from tests.support.checks import assert_close, go_on, mean_grads, one_loss, step_all
 from tests.support.offloads import HOST, disk, disk_of_all
-from tests.support.ranked import on_world
+from tests.support.ranked import on_world, under_strategies
 from tests.support.reference import params_of
 
 
@@ -114,10 +114,10 @@ def left_by(optimizer: Any) -> list[Any]:
     return [str(groups), str(shared), str(getattr(optimizer, "calls", None))]
 
 
-def expected(mesh, kind: type[Momentum], steps: int = 3) -> Any:
+def expected(mesh, kind: type[Momentum]) -> Any:
     plain = models.plain()
     optimizer = built(kind, plain)
-    for step in range(steps):
+    for step in range(3):
         one_loss(plain, step).backward()
         for p, grad in zip(plain.parameters(), mean_grads(mesh, plain).values(), strict=True):
             p.grad = grad
@@ -135,26 +135,18 @@ def trained(model: Any, optimizer: Any, steps: range) -> Any:
     return left
 
 
-def steps_as_unsharded(mesh, strategy: acc.Strategy, offloads: tuple[acc.Offload | None, ...] = (None,) * 3) -> None:
-    """`offloads`: for each of `KINDS`."""
-    for kind, offload in zip(KINDS, offloads, strict=True):
-        params, left = expected(mesh, kind)
-        model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, offload=offload)
-        optimizer = acc.wrap_optimizer(built(kind, model), elementwise=True)
-        assert trained(model, optimizer, range(3)) == left, (kind, offload)
-        assert_close(params_of(model), params, 1e-5)
-
-
-@pytest.mark.slow
-def test_custom_optimizer_counts_each_step_once_under_every_strategy(world):
-    run_all(world, steps_as_unsharded)
-
-
-@on_world(2)
-def test_custom_optimizer_counts_each_step_once_also_in_partial_steps_of_offload(mesh, tmp_path: Path) -> None:
-    steps_as_unsharded(mesh, acc.FULL_SHARD)
+@under_strategies("full_shard")
+def test_custom_optimizer_counts_each_step_once_also_in_partial_steps_of_offload(
+    mesh, strategy: acc.Strategy, tmp_path: Path
+) -> None:
     device = acc.Offload(optimizer="host", step="device")
-    steps_as_unsharded(mesh, acc.FULL_SHARD, (HOST, disk_of_all(tmp_path), device))
+    for kind, tier in zip(KINDS, (HOST, disk_of_all(tmp_path), device), strict=True):
+        params, left = expected(mesh, kind)
+        for offload in (None, tier):
+            model = acc.shard(models.plain(), mesh=mesh, strategy=strategy, offload=offload)
+            optimizer = acc.wrap_optimizer(built(kind, model), elementwise=True)
+            assert trained(model, optimizer, range(3)) == left, (kind, offload)
+            assert_close(params_of(model), params, 1e-5)
 
 
 @on_world(2)

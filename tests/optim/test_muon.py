@@ -74,13 +74,16 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def pair(mesh: Any, strategy: acc.Strategy, form: str = "plain") -> tuple[nn.Module, ...]:
-    """Return (unsharded model, sharded model, their optimizers: [Muon, AdamW] of each)."""
+def pair(mesh: Any, strategy: acc.Strategy, form: str) -> tuple[nn.Module, nn.Module, list[Any], list[Any]]:
+    """Return (unsharded model, sharded model, their optimizers: [Muon, AdamW] of each, for the form "whole" [Shampoo])."""
     expected, model = Matrices(), acc.shard(Matrices(), mesh=mesh, strategy=strategy)
-    optimizers = [[muon(m, **FORMS[form]), torch.optim.AdamW(split(m)[1])] for m in (expected, model)]
-    for optimizer in optimizers[1]:
-        acc.wrap_optimizer(optimizer)
-    return expected, model, *optimizers
+    if form == "whole":
+        theirs, ours = [Shampoo(expected.parameters())], [Shampoo(model.parameters())]
+    else:
+        theirs, ours = ([muon(m, **FORMS[form]), torch.optim.AdamW(split(m)[1])] for m in (expected, model))
+    for optimizer in ours:
+        acc.wrap_optimizer(optimizer, whole_matrices=form == "whole")
+    return expected, model, theirs, ours
 
 
 @pytest.mark.parametrize(("num_ranks", "form"), [(2, "no nesterov"), (3, "plain"), (4, "plain")])
@@ -99,29 +102,52 @@ def _equals(mesh: Any, strategy: acc.Strategy, form: str) -> None:
     assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
 
 
-def test_it_resumes_on_another_number_of_ranks(world, tmp_path: Path) -> None:
-    for num_ranks, background in ((1, False), (3, True)):
-        path = tmp_path / str(background)
-        world.run_mesh((2, 2), ("replicate", "shard"), _save, path, background)
-        world.run(num_ranks, _resume, path)
+@pytest.mark.parametrize(
+    ("form", "strategy", "num_ranks", "background"),
+    [
+        ("plain", acc.HYBRID_SHARD_OPTIM, 1, False),
+        ("plain", acc.HYBRID_SHARD_OPTIM, 3, True),
+        ("whole", acc.FULL_SHARD, 4, False),  # the mean of four equal gradients does not round
+        ("whole", acc.HYBRID_SHARD_OPTIM, 4, False),
+    ],
+)
+def test_it_resumes_on_another_number_of_ranks(
+    world, tmp_path: Path, form: str, strategy: acc.Strategy, num_ranks: int, background: bool
+) -> None:
+    world.run_mesh(*mesh_of(strategy), _save, form, strategy, tmp_path / "ckpt", background)
+    world.run(num_ranks, _resume, form, tmp_path / "ckpt")
 
 
-def _save(mesh: Any, path: Path, background: bool) -> None:
-    _, model, _, optimizers = pair(mesh, acc.HYBRID_SHARD_OPTIM)
-    train(model, optimizers, range(2))
-    acc.save(path, model, optimizers, background=background).wait()
+def _save(mesh: Any, form: str, strategy: acc.Strategy, path: Path, background: bool) -> None:
+    expected, model, theirs, ours = pair(mesh, strategy, form)
+    train(expected, theirs, range(2))
+    train(model, ours, range(2))
+    assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
+    if form == "whole":
+        owned = [p for p in ours[0].state if ours[0].state[p]]
+        assert 0 < len(owned) < len(list(model.parameters()))
+        sums = [tensor for state in ours[0].state_dict()["state"].values() for tensor in state["sums"]]
+        rows = sum(local_of(tensor).numel() for tensor in sums if isinstance(tensor, DTensor))
+        assert 0 < rows < 0.75 * sum(tensor.numel() for tensor in sums), "no rank gets all states, also of other shapes"
+    acc.save(path, model, ours, background=background).wait()
 
 
-def _resume(mesh: Any, path: Path) -> None:
-    expected, model, theirs, ours = pair(mesh, acc.FULL_SHARD)
+def _resume(mesh: Any, form: str, path: Path) -> None:
+    expected, model, theirs, ours = pair(mesh, acc.SHARD_OPTIM if form == "whole" else acc.FULL_SHARD, form)
     train(expected, theirs, range(4))
-    with pytest.raises(acc.CheckpointError, match=r"saved with Muon \+ AdamW and the optimizer is AdamW \+ Muon"):
-        acc.load(path, model, ours[::-1])
-    with pytest.raises(acc.CheckpointError, match=r"saved with Muon \+ AdamW and the optimizer is Muon"):
-        acc.load(path, model, ours[0])
+    if form == "plain":
+        with pytest.raises(acc.CheckpointError, match=r"saved with Muon \+ AdamW and the optimizer is AdamW \+ Muon"):
+            acc.load(path, model, ours[::-1])
+        with pytest.raises(acc.CheckpointError, match=r"saved with Muon \+ AdamW and the optimizer is Muon"):
+            acc.load(path, model, ours[0])
     acc.load(path, model, ours)
     train(model, ours, range(2, 4))
     assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
+    if form == "whole":
+        assert ours[0].param_groups[0]["steps"] == 4
+        ours[0].state[next(iter(model.parameters()))]["object"] = mesh
+        with pytest.raises(acc.UsageError, match="a value other than finite numbers, texts and tensors"):
+            ours[0].state_dict()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -204,6 +230,8 @@ def test_what_no_owner_can_step_is_refused_before_anything_changes(mesh) -> None
     matrices, vectors = split(model)
     with pytest.raises(acc.UsageError, match="elementwise=True says the contrary"):
         acc.wrap_optimizer(torch.optim.Muon(matrices), elementwise=True)
+    with pytest.raises(acc.UsageError, match="pass one of them"):
+        acc.wrap_optimizer(Shampoo(matrices), elementwise=True, whole_matrices=True)
     optimizer = torch.optim.Muon(matrices)
     for late in (False, True):
         if late:
@@ -271,44 +299,3 @@ class Shampoo(torch.optim.Optimizer):
                     scale = torch.linalg.inv(square + torch.eye(len(square), device=p.device))
                     update = torch.tensordot(scale, update.movedim(dim, 0), 1).movedim(0, dim)
                 p.sub_(update, alpha=group["lr"])
-
-
-def whole_pair(mesh: Any, strategy: acc.Strategy) -> tuple[nn.Module, nn.Module, Shampoo, Shampoo]:
-    expected, model = Matrices(), acc.shard(Matrices(), mesh=mesh, strategy=strategy)
-    ours = acc.wrap_optimizer(Shampoo(model.parameters()), whole_matrices=True)
-    return expected, model, Shampoo(expected.parameters()), ours
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard_optim"])
-def test_an_optimizer_of_whole_matrices_equals_the_unsharded_one_and_resumes_anywhere(
-    world, tmp_path: Path, strategy: str
-) -> None:
-    world.run_mesh(*mesh_of(STRATEGIES[strategy]), _save_whole, STRATEGIES[strategy], tmp_path)
-    world.run(4, _resume_whole, tmp_path)  # the mean of four equal gradients does not round
-
-
-def _save_whole(mesh: Any, strategy: acc.Strategy, path: Path) -> None:
-    expected, model, theirs, ours = whole_pair(mesh, strategy)
-    train(expected, [theirs], range(2))
-    train(model, [ours], range(2))
-    assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
-    owned = [p for p in ours.state if ours.state[p]]
-    assert 0 < len(owned) < len(list(model.parameters()))
-    sums = [tensor for state in ours.state_dict()["state"].values() for tensor in state["sums"]]
-    rows = sum(local_of(tensor).numel() for tensor in sums if isinstance(tensor, DTensor))
-    assert 0 < rows < 0.75 * sum(tensor.numel() for tensor in sums), "no rank gets all states, also of other shapes"
-    acc.save(path / "ckpt", model, ours)
-
-
-def _resume_whole(mesh: Any, path: Path) -> None:
-    expected, model, theirs, ours = whole_pair(mesh, acc.SHARD_OPTIM)
-    train(expected, [theirs], range(4))
-    acc.load(path / "ckpt", model, ours)
-    assert ours.param_groups[0]["steps"] == 2
-    train(model, [ours], range(2, 4))
-    assert_close(params_of(model), dict(expected.named_parameters()), 0.0)
-    with pytest.raises(acc.UsageError, match="pass one of them"):
-        acc.wrap_optimizer(Shampoo(model.parameters()), elementwise=True, whole_matrices=True)
-    ours.state[next(iter(model.parameters()))]["object"] = mesh
-    with pytest.raises(acc.UsageError, match="a value other than finite numbers, texts and tensors"):
-        ours.state_dict()

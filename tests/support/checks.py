@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,12 +28,6 @@ FLAT, HYBRID = ("shard",), ("replicate", "shard")
 
 def mesh_of(strategy: acc.Strategy, num_ranks: int = 2) -> tuple[tuple[int, ...], tuple[str, ...]]:
     return ((2, 2), HYBRID) if strategy.hybrid else ((num_ranks,), FLAT)
-
-
-def run_all(world, fn, num_ranks: int = 2, but: Sequence[str] = ()) -> None:
-    """Run `fn(mesh, strategy)` on ranks of the pool `world` under every strategy whose name is not in `but`."""
-    for strategy in (strategy for name, strategy in STRATEGIES.items() if name not in but):
-        world.run_mesh(*mesh_of(strategy, num_ranks), fn, strategy)
 
 
 def under(*names: str) -> pytest.MarkDecorator:

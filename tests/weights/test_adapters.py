@@ -14,7 +14,7 @@ import accordion as acc
 from accordion.weights.export import load_exported
 from tests.devices import device, here
 from tests.support import families
-from tests.support.ranked import on_world
+from tests.support.ranked import on_num_ranks, on_world
 from tests.support.reference import assert_close
 from tests.weights.test_pretrained import write
 
@@ -79,7 +79,9 @@ def begins(weights: dict[str, Tensor], layer: str, spread: float) -> None:
     assert base.any()
 
 
-def initialised(mesh: Any, kind: str) -> dict[str, Tensor]:
+@pytest.mark.parametrize(("kind", "num_ranks"), [("plain", 1), ("plain", 3), ("llama", 2)])
+@on_num_ranks
+def test_adapters_and_modules_of_other_packages_are_initialised_by_their_own_method(mesh: Any, kind: str) -> None:
     layer = LAYERS[kind]
     for begin, spread in (("gaussian", 1 / RANK), (True, SPREAD)):
         model = acc.shard(tuned(kind, begin), mesh)
@@ -91,29 +93,31 @@ def initialised(mesh: Any, kind: str) -> dict[str, Tensor]:
     with pytest.raises(acc.UsageError, match=rf"1 adapters .* base_model.model.{layer}: init_lora_weights='pissa'"):
         acc.initialise(model)
     assert not any(p.to_local().any() for p in model.parameters())
-    return weights
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_an_adapter_is_initialised_by_its_own_method(world, num_ranks):
-    world.run(num_ranks, initialised, "plain")
-
-
-def test_modules_of_other_packages_inside_a_family_are_initialised_by_their_own_method(world):
-    for weights in world.run(2, initialised, "llama"):
+    if kind == "llama":
         assert (weights["model.layers.1.self_attn.q_proj.gate.weight"] == 3.0).all()
-        for name in (
-            "layers.0.self_attn.q_proj.base_layer",
-            "layers.1.self_attn.q_proj.inside",
-            "layers.0.self_attn.k_proj",
-        ):
-            assert weights[f"model.{name}.weight"].std().item() == pytest.approx(0.02, rel=0.2), name
+        for name in ("0.self_attn.q_proj.base_layer", "1.self_attn.q_proj.inside", "0.self_attn.k_proj"):
+            weight = weights[f"model.layers.{name}.weight"]
+            assert weight.std().item() == pytest.approx(0.02, rel=0.2), name
 
 
 # -- around pretrained weights
 
 
-def loaded(mesh: Any, path: Path, kind: str) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, kind: str) -> Path:
+    torch.manual_seed(1)
+    model = plain_model() if kind == "plain" else llama()
+    tensors = {
+        n.replace("layers.1.self_attn.q_proj", "layers.1.self_attn.q_proj.inside"): t.clone()
+        for n, t in model.state_dict().items()
+    }
+    write(tmp_path, tensors)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@on_world(2)
+def test_meta_parameters_that_a_load_ignores_are_initialised(mesh: Any, folder: Path, kind: str) -> None:
     layer = LAYERS[kind]
     ignore = ["*lora_*", "*.gate.*"]
     firsts = []
@@ -121,7 +125,7 @@ def loaded(mesh: Any, path: Path, kind: str) -> None:
         model = acc.shard(tuned(kind), mesh)
         torch.manual_seed(seed + (seed == 4 and mesh.get_local_rank()))  # the first rank's counts
         before = torch.get_rng_state()
-        acc.load_pretrained(model, path, ignore=ignore)
+        acc.load_pretrained(model, folder, ignore=ignore)
         assert torch.equal(before, torch.get_rng_state())
         weights = whole(model)
         begins(weights, layer, SPREAD)
@@ -141,24 +145,8 @@ def loaded(mesh: Any, path: Path, kind: str) -> None:
         for name, param in model.named_parameters():
             if "lora_" in name or ".gate." in name:
                 param.to_local().fill_(0.5)
-    acc.load_pretrained(model, path, ignore=ignore)
+    acc.load_pretrained(model, folder, ignore=ignore)
     assert all((t == 0.5).all() for n, t in whole(model).items() if "lora_" in n or ".gate." in n)
-
-
-def saved(path: Path, kind: str) -> None:
-    torch.manual_seed(1)
-    model = plain_model() if kind == "plain" else llama()
-    tensors = {
-        n.replace("layers.1.self_attn.q_proj", "layers.1.self_attn.q_proj.inside"): t
-        for n, t in model.state_dict().items()
-    }
-    write(path, {n: t.clone() for n, t in tensors.items()})
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_meta_parameters_that_a_load_ignores_are_initialised(world, tmp_path, kind):
-    saved(tmp_path, kind)
-    world.run(2, loaded, tmp_path, kind)
 
 
 @on_world(2)

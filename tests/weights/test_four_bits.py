@@ -74,8 +74,9 @@ def test_a_layer_is_that_of_bitsandbytes(kind: str, dtype: torch.dtype) -> None:
 # -- a model of transformers with LoRA
 
 
-def base_in(folder: Path) -> Path:
-    return language_folders.llama(folder / "base", dtype=torch.bfloat16)
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return language_folders.llama(tmp_path / "base", dtype=torch.bfloat16)
 
 
 def with_lora(model: nn.Module) -> Any:
@@ -160,11 +161,10 @@ HOST = {"offload": acc.Offload(params="host"), "strategy": acc.SHARD_GRAD_OP}
 
 
 @pytest.mark.parametrize("kind", sampled(KINDS, "nf4-double".__eq__))
-def test_it_trains_and_resumes_as_the_unsharded_model(world: Pool, tmp_path: Path, kind: str) -> None:
-    folder = base_in(tmp_path)
-    world.run(2, trained, folder, kind, tmp_path / "c", False, {"checkpoint_activations": "full"})
-    world.run(3, trained, folder, kind, tmp_path / "c", True, HOST)
-    world.run(4, trained, folder, kind, tmp_path / "c", True, {})
+def test_it_trains_and_resumes_as_the_unsharded_model(world: Pool, base: Path, tmp_path: Path, kind: str) -> None:
+    world.run(2, trained, base, kind, tmp_path / "c", False, {"checkpoint_activations": "full"})
+    world.run(3, trained, base, kind, tmp_path / "c", True, HOST)
+    world.run(4, trained, base, kind, tmp_path / "c", True, {})
 
 
 @pytest.mark.parametrize("kind", sampled(KINDS, {"nf4", "fp4-double"}.__contains__))
@@ -197,12 +197,10 @@ def test_a_rank_holds_its_shard_and_at_most_one_tensor(mesh: Any, tmp_path: Path
 
 @pytest.mark.parametrize("kind", sampled(KINDS, "nf4-double".__eq__))
 @on_world(2)
-def test_transformers_loads_what_is_saved(mesh: Any, tmp_path: Path, kind: str) -> None:
+def test_transformers_loads_what_is_saved(mesh: Any, base: Path, tmp_path: Path, kind: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = base_in(tmp_path) if mesh.get_rank() == 0 else tmp_path / "base"
-    torch.distributed.barrier(mesh.get_group())
-    model = sharded(mesh, folder, kind, has_lora=False).eval()
+    model = sharded(mesh, base, kind, has_lora=False).eval()
     acc.save_pretrained(model, tmp_path / "saved")
     assert not hasattr(model.config, "quantization_config")
     # In evaluation mode, bitsandbytes rounds to bf16 on processors that have AVX-512 BF16, and rejects rows of 96.
@@ -217,14 +215,12 @@ def test_transformers_loads_what_is_saved(mesh: Any, tmp_path: Path, kind: str) 
 
 @pytest.mark.parametrize("kind", sampled(["nf4", "nf4-double"], "nf4-double".__eq__))
 @on_world(2)
-def test_bytes_are_those_of_the_plan(mesh: Any, tmp_path: Path, kind: str) -> None:
+def test_bytes_are_those_of_the_plan(mesh: Any, base: Path, kind: str) -> None:
     from transformers import AutoConfig
 
-    folder = base_in(tmp_path) if mesh.get_rank() == 0 else tmp_path / "base"
-    torch.distributed.barrier(mesh.get_group())
-    model = sharded(mesh, folder, kind)
+    model = sharded(mesh, base, kind)
     frozen = [p for p in model.parameters() if p.dtype == torch.uint8]
-    planned = trained_model(AutoConfig.from_pretrained(folder), "base", Kernels(lora_rank=4, quantize=kind))
+    planned = trained_model(AutoConfig.from_pretrained(base), "base", Kernels(lora_rank=4, quantize=kind))
     whole = sum(p.nbytes for p in planned.parameters() if p.dtype == torch.uint8)
     counted = torch.tensor(sum(p.to_local().nbytes for p in frozen))
     torch.distributed.all_reduce(counted, group=mesh.get_group())
@@ -232,6 +228,7 @@ def test_bytes_are_those_of_the_plan(mesh: Any, tmp_path: Path, kind: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("base")
 def test_a_run_is_resumed_on_other_ranks_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`accordion train --quantize`, and `accordion export`, whose model answers as the adapter next to its four-bit base."""
     from peft import PeftModel
@@ -239,7 +236,6 @@ def test_a_run_is_resumed_on_other_ranks_and_merged(tmp_path: Path, monkeypatch:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    base_in(tmp_path)
     Path("text.txt").write_text("\n\n".join(f"line {i} of a text that nobody reads" for i in range(800)))
     words = "--model.path base --model.init pretrained --quantize nf4-double --adapter lora --data.path text.txt --run.dir run"
     words += (
