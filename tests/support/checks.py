@@ -85,15 +85,21 @@ def one_loss(model: nn.Module, step: int = 0) -> Tensor:
     return models.loss_of(model(tokens), targets)
 
 
+def everyone(mesh: Any, value: Any) -> list[Any]:
+    """Return `value` of every rank of the mesh, in rank order. Collective."""
+    values = [value]
+    for axis in reversed(range(mesh.ndim)):
+        values = [one for part in gathered(values, mesh.get_group(axis)) for one in part]
+    return values
+
+
 def sums_over_ranks(mesh: Any, grads: Mapping[str, Tensor | None]) -> tuple[dict[str, Tensor | None], dict[str, float]]:
     """Return (name -> sum of gradients over ranks, in rank order and at least float32, or None if no rank has one; name ->
     largest absolute value that a rank has). Collective.
 
     Gradients may cancel, so the error of a sum in another order is relative to these largest values.
     """
-    ranks = [dict(grads)]  # of every rank of the mesh, in rank order
-    for axis in reversed(range(mesh.ndim)):
-        ranks = [one for part in gathered(ranks, mesh.get_group(axis)) for one in part]
+    ranks = everyone(mesh, dict(grads))
     sums: dict[str, Tensor | None] = {}
     largest: dict[str, float] = {}
     for name in grads:
