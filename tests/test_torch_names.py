@@ -42,12 +42,11 @@ HELD_BY: dict[str, tuple[str, ...]] = {
     "engine/test_entries_and_hooks.py": (
         *("hand_over_hooks", "has_hooks", "post_accumulate_hooks", "grads_of", "which_train", "marks_of"),
     ),
-    "engine/test_grad_dtype.py": ("asked_grad_dtype", "keep_grad_dtype", "like_in"),
     "engine/test_grid.py": (
         *("foreach_add_", "foreach_copy_", "foreach_mul_", "chunk_cat"),
         *("local_of", "set_local", "as_dtensor", "as_dtensors", "plain_attributes", "untracked_views"),
     ),
-    "engine/test_precision.py": ("saving_hook",),
+    "engine/test_precision.py": ("saving_hook", "asked_grad_dtype", "keep_grad_dtype", "like_in"),
     "engine/test_transforms.py": ("transforms_active", "is_batched"),
     "integrations/test_accelerate.py": ("DDP_LEAVES_OUT",),
     "observe/test_debug.py": ("debug_frontend", "answer_debug_server"),

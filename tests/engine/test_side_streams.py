@@ -2,81 +2,62 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from accordion.engine.streams import SideStream, Transfer
 from accordion.safety.divergence import DivergenceMonitor
-
-
-class Stream:
-    """Remembers what was begun on it, and all that it waits for."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.begun, self.waits_for = name, 0, set[tuple[str, int]]()
-
-    def record_event(self, event: object = None) -> tuple[str, int]:
-        self.events = [*getattr(self, "events", ()), event]
-        return self.name, self.begun
-
-    def wait_event(self, event: tuple[str, int]) -> None:
-        self.waits_for.add(event)
-
-    def wait_stream(self, other: Stream) -> None:
-        self.wait_event(other.record_event())
+from tests.happens_before.checker import Checker, Stream
+from tests.happens_before.stand_ins import DeviceModule
 
 
 @pytest.fixture
-def device() -> SimpleNamespace:
-    """A device module whose current stream is `now`, and a side stream on it."""
-    module = SimpleNamespace(now=Stream("compute"))
-
-    @contextlib.contextmanager
-    def stream(other: Stream) -> Iterator[None]:
-        module.now, before = other, module.now
-        try:
-            yield
-        finally:
-            module.now = before
-
-    module.stream, module.current_stream = stream, lambda _: module.now
-    side_stream = SideStream(torch.device("cpu"), DivergenceMonitor([], [0]))
-    side_stream._module, side_stream.stream, side_stream.sleeps = module, Stream("side"), True
-    module.side_stream = side_stream
-    return module
+def checker() -> Checker:
+    return Checker()
 
 
-def launch(device: SimpleNamespace, error: type[BaseException] | None = None) -> Transfer:
+def side_stream(checker: Checker, name: str) -> SideStream:
+    stream = SideStream(torch.device("cpu"), DivergenceMonitor([], [0]))
+    stream._module, stream.stream, stream.sleeps = DeviceModule(checker), Stream(checker, name), True
+    return stream
+
+
+def has_waited(stream: Stream, other: Stream) -> bool:
+    """Return True if `stream` has waited for all that was begun on `other`."""
+    return stream.clock.get(other.number, 0) == other.clock[other.number]
+
+
+def launch(side: SideStream, checker: Checker, error: type[BaseException] | None = None) -> Transfer:
     def steps() -> Any:
-        device.now.begun += 1  # a kernel
+        checker.current.tick()  # a kernel
         if error is not None:
             raise error
         yield from ()
 
-    return device.side_stream.start(steps(), [torch.zeros(1)], "does something")
+    return side.start(steps(), [torch.zeros(1)], "does something")
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-def test_what_raises_on_a_side_stream_leaves_the_compute_stream_waiting_for_what_was_begun(device, error) -> None:
+def test_what_raises_on_a_side_stream_leaves_the_compute_stream_waiting_for_what_was_begun(checker, error) -> None:
     """Its buffers are dropped by the unwinding, and the next tensor takes their memory."""
-    compute = device.now
+    side = side_stream(checker, "side")
     with pytest.raises(error):
-        launch(device, error)
-    assert device.now is compute
-    assert ("side", 1) in compute.waits_for
+        launch(side, checker, error)
+    assert checker.current is checker.compute
+    assert has_waited(checker.compute, side.stream)
 
 
-def test_the_stream_whose_memory_a_transfer_holds_waits_for_its_end_wherever_it_lands(device) -> None:
-    compute, other = device.now, Stream("other")
-    transfer = launch(device)
-    device.now = other
-    transfer.land()
-    assert ("side", 1) in compute.waits_for & other.waits_for
+def test_the_stream_whose_memory_a_transfer_holds_waits_for_its_end_wherever_it_lands(checker) -> None:
+    side, other = side_stream(checker, "side"), Stream(checker, "other")
+    transfer = launch(side, checker)
+    with checker.entered(other):
+        transfer.land()
+    assert has_waited(checker.compute, side.stream)
+    assert has_waited(other, side.stream)
 
 
 class Event:
@@ -93,23 +74,22 @@ class OldEvent:
 def test_threads_that_wait_for_a_side_stream_do_not_spin_where_the_device_has_such_events(
     monkeypatch, kind, blocking
 ) -> None:
-    stream = Stream("side")
+    stream = mock.Mock()
     module = SimpleNamespace(Stream=lambda *_, **__: stream, Event=kind)
     monkeypatch.setattr(torch, "get_device_module", lambda _: module)
     side_stream = SideStream(torch.device("cuda"), DivergenceMonitor([], [0]))
     (side_stream.for_threads() if blocking else side_stream).record()
-    assert [getattr(event, "blocking", None) for event in stream.events] == [
-        True if blocking and kind is Event else None
-    ]
+    (event,) = stream.record_event.call_args.args or (None,)
+    assert getattr(event, "blocking", None) == (True if blocking and kind is Event else None)
 
 
-def test_a_copy_waits_for_what_makes_its_source_and_for_nothing_that_compute_was_given_since(device) -> None:
-    reduce = launch(device)
+def test_a_copy_waits_for_what_makes_its_source_and_for_nothing_that_compute_was_given_since(checker) -> None:
+    reduces, stores = side_stream(checker, "side"), side_stream(checker, "store")
+    reduce = launch(reduces, checker)
     reduce.land()
-    device.now.begun += 1  # the backward goes on
-    store = SideStream(torch.device("cpu"), DivergenceMonitor([], [0]))
-    store._module, store.stream, store.sleeps = device, Stream("store"), True
-    store.copy(lambda: None, [torch.zeros(1)], "copies", reduce)
-    assert store.stream.waits_for == {("side", 1)}
-    store.copy(lambda: None, [torch.zeros(1)], "copies what compute has cast")
-    assert ("compute", 1) in store.stream.waits_for
+    checker.compute.tick()  # the backward goes on
+    stores.copy(lambda: None, [torch.zeros(1)], "copies", reduce)
+    assert has_waited(stores.stream, reduces.stream)
+    assert not has_waited(stores.stream, checker.compute)
+    stores.copy(lambda: None, [torch.zeros(1)], "copies what compute has cast")
+    assert has_waited(stores.stream, checker.compute)

@@ -1,10 +1,7 @@
-"""Unusual steps: modes, units called twice or in another order, exceptions, shared gradients."""
+"""Unusual steps: modes, forwards without a backward, gradients by name, shared gradients."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,16 +10,7 @@ from torch.distributed.tensor import DTensor
 import accordion as acc
 from tests.devices import here
 from tests.support import models, reference
-from tests.support.checks import (
-    PlantedError,
-    assert_at_rest,
-    assert_close,
-    assert_equal,
-    batch,
-    go_on,
-    mean_grads,
-    one_loss,
-)
+from tests.support.checks import assert_at_rest, assert_close, batch, go_on, mean_grads, one_loss
 from tests.support.compare import Case, compare
 from tests.support.ranked import under_strategies
 from tests.support.reference import grads_of
@@ -94,35 +82,6 @@ def test_autograd_grad_of_parameters(mesh, strategy: acc.Strategy) -> None:
         assert_close(grads_of(model), mean_grads(mesh, plain))
         assert_at_rest(model)
     assert all_names == [name for name, _ in model.named_parameters()]
-
-
-# -- exceptions
-
-
-def raise_planted(*_: Any) -> None:
-    raise PlantedError
-
-
-@under_strategies("full_shard", "shard_grad_op")
-def test_a_step_after_one_that_raised_is_a_good_one(mesh, strategy: acc.Strategy) -> None:
-    plain, model = models.plain(), acc.shard(models.plain(), mesh=mesh, strategy=strategy)
-    one_loss(plain).backward()
-    for _ in range(2):
-        handle = model.blocks[1].down.register_forward_hook(raise_planted)
-        with pytest.raises(PlantedError):
-            one_loss(model)
-        handle.remove()
-        handle = model.blocks[1].register_forward_hook(lambda m, a, out: out.register_hook(raise_planted) and None)
-        with pytest.raises(PlantedError):
-            one_loss(model).backward()
-        handle.remove()
-        model.zero_grad()
-        one_loss(model).backward()
-        assert_close(grads_of(model), mean_grads(mesh, plain))
-        assert_at_rest(model)
-        model.zero_grad()
-        with acc.full_params(model):
-            assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
 
 
 # -- gradients that autograd shares

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -16,13 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 import accordion as acc
 from accordion.engine.tree import map_tensors
-from tests.devices import device, here
+from tests.devices import here
 from tests.inside import units_of
+from tests.support.chains import WIDTH, Chain, plain_run
 from tests.support.compare import check_step
 from tests.support.ranked import on_world
 from tests.support.sample import sampled, turns
-
-WIDTH = 32
 
 
 class Adapted(nn.Module):
@@ -60,31 +60,24 @@ class Block(nn.Module):
         return y + self.layer(x.detach()) if "detached" in self.how else y
 
 
-class Net(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.tokens, self.how = nn.Embedding(32, WIDTH), how
-        self.blocks, self.head = nn.ModuleList(Block(how) for _ in range(3)), nn.Linear(WIDTH, 32, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        memory = torch.sin(x) if "encoder" in self.how else None
-        x = x if x.requires_grad else x.requires_grad_()
-        for block in self.blocks:
-            given: dict[str, Any] = {} if memory is None else {"memory": memory}
-            if "list" in self.how:
-                given["more"] = [x * 0.1]
-            if "in place" in self.how:
-                x = x.clone()
-            reentrant = "reentrant" in self.how
-            x = checkpoint(block, x, use_reentrant=reentrant) if "outside" in self.how else block(x, **given)
-        return self.head(x)
+def through(model: Chain, x: Tensor, how: str) -> Tensor:
+    memory = torch.sin(x) if "encoder" in how else None
+    x = x if x.requires_grad else x.requires_grad_()
+    for block in model.units:
+        given: dict[str, Any] = {} if memory is None else {"memory": memory}
+        if "list" in how:
+            given["more"] = [x * 0.1]
+        if "in place" in how:
+            x = x.clone()
+        reentrant = "reentrant" in how
+        x = checkpoint(block, x, use_reentrant=reentrant) if "outside" in how else block(x, **given)
+    return x
 
 
 TRAINED = {
     "adapters": lambda name: name.endswith((".a", ".b")),
-    "all but a block's layer": lambda name: "blocks.1.layer.w" not in name,
-    "all but the first norm and tokens": lambda name: not name.startswith(("tokens", "blocks.0.norm")),
+    "all but a block's layer": lambda name: "units.1.layer.w" not in name,
+    "all but the first norm and layer": lambda name: not name.startswith(("first", "units.0.norm")),
 }
 WAYS = [
     *("plain", "merged", "in place", "encoder", "list", "detached", "encoder merged inside"),
@@ -100,7 +93,7 @@ USUAL = turns(WAYS, TRAINED)
 @on_world(2)
 def test_gradients_are_those_without_sharding_and_every_lease_ends(mesh, how: str, trained: str) -> None:
     torch.manual_seed(0)
-    alone = here(Net(how))
+    alone = here(Chain(functools.partial(Block, how), count=3, call=functools.partial(through, how=how)))
     for name, p in alone.named_parameters():
         p.requires_grad_(TRAINED[trained](name))
     options = {"checkpoint_activations": how} if how in ("full", "selective") else {}
@@ -109,14 +102,8 @@ def test_gradients_are_those_without_sharding_and_every_lease_ends(mesh, how: st
         unit.views_inputs = len(unit.trained.indices) < len(unit.params)
     assert any(unit.views_inputs and unit.trained.indices for unit in units_of(model))
 
-    def run(m: nn.Module, step: int) -> Tensor:
-        tokens = torch.randint(32, (2, 8), device=device())
-        loss = nn.functional.cross_entropy(m(tokens).flatten(0, 1), tokens.flatten())
-        loss.backward()
-        return loss.detach()
-
     for step in range(3):
-        check_step(mesh, model, alone, run, step, exact=False, tolerance=5e-6)
+        check_step(mesh, model, alone, plain_run, step, exact=False, tolerance=5e-6)
     assert [unit.name for unit in units_of(model) if unit.leases] == []
 
 

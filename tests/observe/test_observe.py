@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,21 +45,11 @@ class Sleep(nn.Module):
         return x
 
 
-class SlowWork:
-    """A work of a backend that ends after `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        self._future: torch.futures.Future[None] = torch.futures.Future()
-        threading.Timer(seconds, self._future.set_result, [None]).start()
-
-    def get_future(self) -> torch.futures.Future[None]:
-        return self._future
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def wait(self, timeout: object = None) -> None:
-        self._future.wait()
+def slow_work(seconds: float) -> SimpleNamespace:
+    """Return a work of a backend that ends after `seconds`."""
+    future: torch.futures.Future[None] = torch.futures.Future()
+    threading.Timer(seconds, future.set_result, [None]).start()
+    return SimpleNamespace(get_future=lambda: future, is_completed=future.done, wait=lambda *timeout: future.wait())
 
 
 def slow_link(model: nn.Module, seconds: float) -> None:
@@ -68,7 +59,7 @@ def slow_link(model: nn.Module, seconds: float) -> None:
 
     def slow(steps: Steps) -> Steps:
         for pending in steps:
-            yield pending._replace(works=[*pending.works, SlowWork(seconds)])
+            yield pending._replace(works=[*pending.works, slow_work(seconds)])
 
     stream.start = lambda steps, *args: start(slow(steps), *args)
 

@@ -20,22 +20,18 @@ import torch
 from torch import Tensor, nn
 
 import accordion as acc
+from accordion.config import STRATEGIES
 from accordion.engine.streams import SideStream
 from tests.devices import device
 from tests.inside import units_of
 from tests.support import models
 from tests.support.chains import FEW, Chain, around_each, chain, numbers, plain_run, steps_again
-from tests.support.checks import PlantedError, batch
+from tests.support.checks import PlantedError, batch, mesh_of
 from tests.support.compare import Pair, rest, seed_of, seeded
-from tests.support.fails_alone import FailsInBackward
 from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
 # -- exceptions
-
-
-def fail(error: type[BaseException]) -> None:
-    raise error
 
 
 class Fails(Pair):
@@ -50,12 +46,12 @@ class Fails(Pair):
         if self.where == "forward" or (self.where == "recomputation" and recomputing):
             raise self.error
         if self.where == "backward":
-            y = FailsInBackward.apply(y, functools.partial(fail, self.error))
+            y.register_hook(functools.partial(raises, error=self.error))
         return x + self.b(y)
 
 
-def raises(*_: Any) -> None:
-    raise PlantedError
+def raises(*_: Any, error: type[BaseException] = PlantedError) -> None:
+    raise error
 
 
 def planted(model: Chain, name: str) -> list[Any]:
@@ -106,9 +102,9 @@ def run_failing(model: Chain) -> None:
         plain_run(model, 0)
 
 
-def failure(mesh, name: str) -> None:
+def failure(mesh, strategy: acc.Strategy, name: str) -> None:
     build, options, what = failing(name)
-    plain, model = seeded(build), acc.shard(seeded(build), mesh=mesh, units={Fails}, **options)
+    plain, model = seeded(build), acc.shard(seeded(build), mesh=mesh, units={Fails}, strategy=strategy, **options)
     for times in (2, 1):  # before any good step, and after some
         for _ in range(times):
             handles = planted(model, what)
@@ -132,15 +128,19 @@ def failure(mesh, name: str) -> None:
 ON_THREE = {"backward", "recomputation, activations"}
 
 
+BY_STRATEGY = [(name, 2, strategy) for name in ("forward", "backward") for strategy in STRATEGIES]
+SHOWN = [("forward", 2, "shard_grad_op"), ("backward", 2, "shard_grad_op")]
+
+
 @pytest.mark.parametrize(
-    ("name", "num_ranks"),
+    ("name", "num_ranks", "strategy"),
     sampled(
-        [(name, num_ranks) for name in FAILURES for num_ranks in FEW],
-        lambda name, num_ranks: (num_ranks == 3) == (name in ON_THREE),
+        dict.fromkeys([*((name, num_ranks, "full_shard") for name in FAILURES for num_ranks in FEW), *BY_STRATEGY]),
+        lambda *row: row in SHOWN or (row[2] == "full_shard" and (row[1] == 3) == (row[0] in ON_THREE)),
     ),
 )
-def test_after_an_exception_the_model_is_as_before(world, name, num_ranks):
-    world.run(num_ranks, failure, name)
+def test_after_an_exception_the_model_is_as_before(world, name, num_ranks, strategy):
+    world.run_mesh(*mesh_of(STRATEGIES[strategy], num_ranks), failure, STRATEGIES[strategy], name)
 
 
 # -- the end of a model

@@ -23,9 +23,9 @@ from tests.devices import device
 from tests.inside import engine_in
 from tests.safety.test_divergence import IN_STREAMS, impatient
 from tests.support import models
-from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads
+from tests.support.checks import assert_at_rest, assert_close, logged, mean_grads, mesh_of
 from tests.support.compare import seeded
-from tests.support.ranked import on_mesh, on_world, under_strategies
+from tests.support.ranked import on_mesh, on_world
 from tests.support.sample import sampled
 
 WIDTH = 16
@@ -132,19 +132,9 @@ def test_ranks_may_skip_units_from_a_later_step_on(mesh, how: str) -> None:
     assert len(run_ways(mesh, acc.FULL_SHARD, [(WHOLE,)] * 2 + [BY_RANK[how]] * 2 + [(WHOLE,)])) == 1
 
 
-@under_strategies("shard_grad_op", "hybrid_shard_optim")
-def test_ranks_may_skip_units_with_every_strategy(mesh, strategy: acc.Strategy) -> None:
-    run_ways(mesh, strategy, [BY_RANK["leaves_one_out"], BY_RANK["ends_early"]])
-
-
-@IN_STREAMS
-@under_strategies("no_shard", "hybrid_shard")
-def test_ranks_may_skip_units_with_every_strategy_from_a_later_step_on(mesh, strategy: acc.Strategy) -> None:
-    run_ways(mesh, strategy, [(WHOLE,), (WHOLE,), BY_RANK["leaves_a_tower_out"]])
-
-
 # A checkpointed tower is recomputed with the units inside it: which of them is the same on all ranks there.
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("leaves_a_tower_out", {"strategy": strategy}) for name, strategy in STRATEGIES.items()},
     "no_sync": ("leaves_a_tower_out", {"no_sync": 2}),
     "no_sync, no_shard": ("leaves_a_tower_out", {"no_sync": 2, "strategy": acc.NO_SHARD}),
     "no_sync, shard_optim": ("leaves_a_tower_out", {"no_sync": 2, "strategy": acc.SHARD_OPTIM}),
@@ -156,19 +146,27 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(OPTIONS, {"debug", "selective"}.__contains__))
+def run_with(
+    world: Any, ways: Sequence[Sequence[Way]], strategy: acc.Strategy = acc.FULL_SHARD, **options: Any
+) -> None:
+    world.run_mesh(*mesh_of(strategy), run_ways, strategy, ways, **options)
+
+
+@pytest.mark.parametrize(
+    "name", sampled(OPTIONS, {"debug", "selective", "shard_grad_op", "hybrid_shard_optim"}.__contains__)
+)
 def test_ranks_may_skip_units_with_each_option(world, name):
     how, options = OPTIONS[name]
-    ways = [BY_RANK["leaves_the_first_out"], BY_RANK[how], (WHOLE,)]
-    world.run(2, run_ways, ways=ways, **{"strategy": acc.FULL_SHARD, **options})
+    run_with(world, [BY_RANK["leaves_the_first_out"], BY_RANK[how], (WHOLE,)], **options)
 
 
 @IN_STREAMS
-@pytest.mark.parametrize("name", sampled(OPTIONS, {"offload", "full", "no_sync, shard_optim"}.__contains__))
+@pytest.mark.parametrize(
+    "name", sampled(OPTIONS, {"offload", "full", "no_sync, shard_optim", "no_shard", "hybrid_shard"}.__contains__)
+)
 def test_ranks_may_skip_units_with_each_option_from_a_later_step_on(world, name):
     how, options = OPTIONS[name]
-    ways = [(WHOLE,), BY_RANK[how]]
-    world.run(2, run_ways, ways=ways, **{"strategy": acc.FULL_SHARD, **options})
+    run_with(world, [(WHOLE,), BY_RANK[how]], **options)
 
 
 def drawn(seed: int, num_ranks: int) -> list[list[Way]]:

@@ -1,7 +1,9 @@
-"""For gradients the host waits once in a step at most, and only if this rank lacked some."""
+"""For gradients the host waits once in a step at most, and only if this rank lacked some; for replicas in no forward."""
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +14,9 @@ import accordion as acc
 from tests.devices import device
 from tests.engine.test_absent_gradients import Mixture, Routed
 from tests.sim.test_gathers import small_blocks
-from tests.support.ranked import on_world
+from tests.support import models
+from tests.support.checks import one_loss
+from tests.support.ranked import on_mesh, on_world
 
 pytestmark = pytest.mark.sim
 STEPS = 6
@@ -56,3 +60,35 @@ def test_a_step_lets_the_host_run_ahead(
             optimizer.step()
             optimizer.zero_grad()
     assert counts[3:] == [waits[rank]] * 3, "the first steps check what is new"
+
+
+# -- replicas, which are compared before a save
+
+
+def num_waits_of_forwards(mesh, strategy: acc.Strategy) -> list[int]:
+    """Return the number of waits of the host's main thread in each of the first four steps' forwards.
+
+    Waits for events are left out: there is one only if the device has not reached the event.
+    """
+    model = acc.shard(models.plain().to(device()), mesh=mesh, strategy=strategy, units={models.Block})
+    gc.collect()  # models of earlier tests may wait when they are freed
+    thread = threading.get_ident()
+    counts: list[int] = []
+
+    def on_wait(why: str, stream: int) -> None:
+        counts[-1] += threading.get_ident() == thread and why != "event.synchronize"
+
+    for step in range(4):
+        counts.append(0)
+        torch.sim.tell_waits(on_wait)
+        loss = one_loss(model, step)
+        torch.sim.tell_waits(None)
+        loss.backward()
+    return counts
+
+
+@on_mesh((2, 2), ("replicate", "shard"))
+def test_replicas_let_the_host_wait_in_no_forward(mesh) -> None:
+    full = num_waits_of_forwards(mesh["shard"], acc.FULL_SHARD)
+    assert num_waits_of_forwards(mesh["shard"], acc.NO_SHARD) == full
+    assert num_waits_of_forwards(mesh, acc.HYBRID_SHARD) == full

@@ -162,9 +162,7 @@ def _simulator(extension: Any) -> dict[str, Any]:
         "num_waits": lambda: extension.num_waits(),
         "tell_waits": lambda listener: extension.tell_waits(listener),
         "trace": lambda on: extension.trace(on),
-        "error": lambda: extension.error(),
         "clear_error": lambda: extension.clear_error(),
-        "set_option": lambda key, value: extension.set(key, value),
     }
 
 

@@ -376,45 +376,30 @@ struct Ccl final : c10d::Backend {
       return w;
     });
   }
+  // A collective in which each rank has the tensor `one`, and the root `many`, one for each rank.
+  template <class Options, class Collective>
+  c10::intrusive_ptr<c10d::Work> of_root(OpType type, const Tensor& one, const std::vector<std::vector<Tensor>>& many,
+                                         const Options& o, Collective collective) {
+    std::vector<Tensor> all{one};
+    if (!many.empty()) all.insert(all.end(), many[0].begin(), many[0].end());
+    return go(type, all, o.asyncOp, [d = descs(all), root = o.rootRank, collective] {
+      std::vector<Tensor> own{raw(d[0])};
+      std::vector<std::vector<Tensor>> lists;
+      for (size_t i = 1; i < d.size(); i++) lists.resize(1), lists[0].push_back(raw(d[i]));
+      Options p;
+      p.rootRank = root;
+      return Works{collective(own, lists, p)};
+    });
+  }
   c10::intrusive_ptr<c10d::Work> gather(std::vector<std::vector<Tensor>>& outs, std::vector<Tensor>& ins,
                                         const c10d::GatherOptions& o) override {
-    std::vector<Tensor> all = ins;
-    std::vector<Desc> d;
-    if (!outs.empty()) {
-      all.insert(all.end(), outs[0].begin(), outs[0].end());
-      d = descs(outs[0]);
-    }
-    return go(OpType::GATHER, all, o.asyncOp, [g = gloo, d, in = describe(ins[0], "gather"), root = o.rootRank] {
-      std::vector<std::vector<Tensor>> to;
-      std::vector<Tensor> from{raw(in)};
-      if (!d.empty()) {
-        to.emplace_back();
-        for (auto& x : d) to[0].push_back(raw(x));
-      }
-      c10d::GatherOptions p;
-      p.rootRank = root;
-      return Works{g->gather(to, from, p)};
-    });
+    return of_root(OpType::GATHER, ins[0], outs, o,
+                   [g = gloo](auto& own, auto& lists, auto& p) { return g->gather(lists, own, p); });
   }
   c10::intrusive_ptr<c10d::Work> scatter(std::vector<Tensor>& outs, std::vector<std::vector<Tensor>>& ins,
                                          const c10d::ScatterOptions& o) override {
-    std::vector<Tensor> all = outs;
-    std::vector<Desc> d;
-    if (!ins.empty()) {
-      all.insert(all.end(), ins[0].begin(), ins[0].end());
-      d = descs(ins[0]);
-    }
-    return go(OpType::SCATTER, all, o.asyncOp, [g = gloo, d, out = describe(outs[0], "scatter"), root = o.rootRank] {
-      std::vector<std::vector<Tensor>> from;
-      std::vector<Tensor> to{raw(out)};
-      if (!d.empty()) {
-        from.emplace_back();
-        for (auto& x : d) from[0].push_back(raw(x));
-      }
-      c10d::ScatterOptions p;
-      p.rootRank = root;
-      return Works{g->scatter(to, from, p)};
-    });
+    return of_root(OpType::SCATTER, outs[0], ins, o,
+                   [g = gloo](auto& own, auto& lists, auto& p) { return g->scatter(own, lists, p); });
   }
   c10::intrusive_ptr<c10d::Work> send(std::vector<Tensor>& ts, int to, int) override {
     return go(OpType::SEND, ts, true, [g = gloo, d = describe(ts[0], "send"), to] {

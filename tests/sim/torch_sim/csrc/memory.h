@@ -115,19 +115,15 @@ struct Memory final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t = {0, 0}) override {
     std::lock_guard<std::recursive_mutex> g(m);
-    for (int d = 0; d < settings().devices; d++)
-      for (auto* l : all_lanes(d)) {
-        auto k = record(*l);
-        Unlocked u;
-        k->wait();
-      }
-    settle();
-    for (int d = 0; d < settings().devices; d++)
-      for (auto* l : all_lanes(d)) {
-        auto k = record(*l);
-        Unlocked u;
-        k->wait();
-      }
+    for (int i = 0; i < 2; i++) {  // the first wait lets pending blocks settle, the second one lets these be filled
+      settle();
+      for (int d = 0; d < settings().devices; d++)
+        for (auto* l : all_lanes(d)) {
+          auto k = record(*l);
+          Unlocked u;
+          k->wait();
+        }
+    }
     for (auto& [key, pool] : pools) {
       for (auto& [size, b] : pool) {
         count(stats[key.first].reserved_bytes, -int64_t(size));

@@ -155,109 +155,29 @@ bool same_kind(const Tensor& a, const Tensor& b) {
   return a.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(b.key_set()) || (plain(a) && plain(b));
 }
 void record_stream(Tensor& t, c10::Stream s) { memory().recordStream(t.storage().data_ptr(), s); }
-Tensor convolution(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, at::IntArrayRef stride,
-                   at::IntArrayRef pad, at::IntArrayRef dilation, bool transposed, at::IntArrayRef out_pad,
-                   int64_t groups) {
-  auto opt = [](const Tensor& t) { return t.defined() ? std::optional<Tensor>(meta_of(t)) : std::nullopt; };
-  auto bias = b.value_or(Tensor());
-  auto out =
-      fresh_like(at::convolution(meta_of(x), meta_of(w), opt(bias), stride, pad, dilation, transposed, out_pad, groups),
-                 x.device().index());
-  run_later("convolution", {x, w, bias}, {out},
-            [=, s = stride.vec(), p = pad.vec(), d = dilation.vec(), o = out_pad.vec(), has = bias.defined()](
-                auto& in, auto& to) {
-              to[0].copy_(at::convolution(in[0], in[1], has ? std::optional<Tensor>(in[2]) : std::nullopt, s, p, d,
-                                          transposed, o, groups));
-            });
-  return out;
-}
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& g, const Tensor& x, const Tensor& w,
-                                                        at::IntArrayRef stride, at::IntArrayRef pad,
-                                                        at::IntArrayRef dilation, bool transposed,
-                                                        at::IntArrayRef out_pad, int64_t groups,
-                                                        std::array<bool, 3> mask) {
-  Tensor gx, gw, gb;
-  const int64_t channels = transposed ? w.size(1) * groups : w.size(0);
-  if (mask[0]) gx = at::empty_like(x);
-  if (mask[1]) gw = at::empty_like(w);
-  if (mask[2]) gb = at::empty({channels}, w.options());
-  run_later("convolution_backward", {g, x, w}, {gx, gw, gb},
-            [=, s = stride.vec(), p = pad.vec(), d = dilation.vec(), o = out_pad.vec()](auto& in, auto& to) {
-              auto r =
-                  at::convolution_backward(in[0], in[1], in[2], at::OptionalIntArrayRef(c10::IntArrayRef(channels)), s,
-                                           p, d, transposed, o, groups, mask);
-              if (mask[0]) to[0].copy_(std::get<0>(r));
-              if (mask[1]) to[1].copy_(std::get<1>(r));
-              if (mask[2]) to[2].copy_(std::get<2>(r));
-            });
-  return {gx, gw, gb};
-}
 
-// The cells of recurrent networks: the CPU has no kernels for them, and torch wants them of every device.
+// The cells of recurrent networks: the CPU has no kernels for them, and torch wants them of every device. Their backward
+// is that of the operators below, which autograd records.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input, const Tensor& hidden, const Tensor& cx,
                                              const std::optional<Tensor>& b1, const std::optional<Tensor>& b2) {
-  auto hy = at::empty_like(cx, at::MemoryFormat::Contiguous), cy = at::empty_like(hy), gates = at::empty_like(input);
-  run_later("_thnn_fused_lstm_cell", {input, hidden, cx, b1.value_or(Tensor()), b2.value_or(Tensor())}, {hy, cy, gates},
-            [has = b1 && b1->defined()](auto& in, auto& out) {
-              auto parts = (has ? in[0] + in[3] + (in[1] + in[4]) : in[0] + in[1]).chunk(4, 1);
-              auto i = parts[0].sigmoid(), f = parts[1].sigmoid(), c = parts[2].tanh(), o = parts[3].sigmoid();
-              out[1].copy_(f * in[2] + i * c);
-              out[0].copy_(o * out[1].tanh());
-              out[2].copy_(at::cat({i, f, c, o}, 1));
-            });
-  return {hy, cy, gates};
-}
-std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const std::optional<Tensor>& ghy,
-                                                      const std::optional<Tensor>& gcy, const Tensor& cx,
-                                                      const Tensor& cy, const Tensor& gates, bool has_bias) {
-  auto some = [](const std::optional<Tensor>& t) { return t && t->defined(); };
-  if (!some(ghy) && !some(gcy)) return {};
-  auto grad = at::empty_like(gates), gcx = at::empty_like(cx);
-  auto bias = has_bias ? at::empty({gates.size(1)}, gates.options()) : Tensor();
-  run_later("_thnn_fused_lstm_cell_backward", {ghy.value_or(Tensor()), gcy.value_or(Tensor()), cx, cy, gates},
-            {grad, gcx, bias}, [h = some(ghy), k = some(gcy), has_bias](auto& in, auto& out) {
-              auto parts = in[4].chunk(4, 1);
-              auto &i = parts[0], &f = parts[1], &c = parts[2], &o = parts[3];
-              auto t = in[3].tanh(), gh = h ? in[0] : at::zeros_like(t);
-              auto g = gh * o * (1 - t * t);
-              if (k) g = g + in[1];
-              out[0].copy_(at::cat(
-                  {g * c * (1 - i) * i, g * in[2] * (1 - f) * f, g * i * (1 - c * c), gh * t * (1 - o) * o}, 1));
-              out[1].copy_(g * f);
-              if (has_bias) out[2].copy_(out[0].sum(0));
-            });
-  return {grad, gcx, bias};
+  const bool has = b1 && b1->defined();
+  auto parts = (has ? input + *b1 + (hidden + *b2) : input + hidden).chunk(4, 1);
+  auto i = parts[0].sigmoid(), f = parts[1].sigmoid(), c = parts[2].tanh(), o = parts[3].sigmoid();
+  auto cy = f * cx + i * c;
+  return {o * cy.tanh(), cy, Tensor()};
 }
 std::tuple<Tensor, Tensor> gru_cell(const Tensor& input, const Tensor& hidden, const Tensor& hx,
                                     const std::optional<Tensor>& b1, const std::optional<Tensor>& b2) {
-  auto hy = at::empty_like(hx, at::MemoryFormat::Contiguous),
-       kept = at::empty({hx.size(0), hx.size(1) * 5}, hx.options());
-  run_later("_thnn_fused_gru_cell", {input, hidden, hx, b1.value_or(Tensor()), b2.value_or(Tensor())}, {hy, kept},
-            [has = b1 && b1->defined()](auto& in, auto& out) {
-              auto i = (has ? in[0] + in[3] : in[0]).chunk(3, 1), h = (has ? in[1] + in[4] : in[1]).chunk(3, 1);
-              auto r = (h[0] + i[0]).sigmoid(), z = (h[1] + i[1]).sigmoid(), n = (i[2] + h[2] * r).tanh();
-              out[0].copy_((in[2] - n) * z + n);
-              out[1].copy_(at::cat({r, z, n, in[2], h[2]}, 1));
-            });
-  return {hy, kept};
+  const bool has = b1 && b1->defined();
+  auto i = (has ? input + *b1 : input).chunk(3, 1), h = (has ? hidden + *b2 : hidden).chunk(3, 1);
+  auto r = (h[0] + i[0]).sigmoid(), z = (h[1] + i[1]).sigmoid(), n = (i[2] + h[2] * r).tanh();
+  return {(hx - n) * z + n, Tensor()};
 }
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tensor& ghy, const Tensor& kept,
-                                                                     bool has_bias) {
-  const auto rows = ghy.size(0), width = ghy.size(1);
-  auto gi = at::empty({rows, 3 * width}, kept.options()), gh = at::empty_like(gi);
-  auto ghx = at::empty({rows, width}, kept.options());
-  auto b1 = has_bias ? at::empty({3 * width}, kept.options()) : Tensor(), b2 = has_bias ? at::empty_like(b1) : Tensor();
-  run_later("_thnn_fused_gru_cell_backward", {ghy, kept}, {gi, gh, ghx, b1, b2}, [has_bias](auto& in, auto& out) {
-    auto parts = in[1].chunk(5, 1);
-    auto &g = in[0], &r = parts[0], &z = parts[1], &n = parts[2], &hx = parts[3], &hn = parts[4];
-    auto gz = g * (hx - n) * (1 - z) * z, gn = g * (1 - z) * (1 - n * n), gr = gn * hn * (1 - r) * r;
-    out[0].copy_(at::cat({gr, gz, gn}, 1));
-    out[1].copy_(at::cat({gr, gz, gn * r}, 1));
-    out[2].copy_(g * z);
-    if (has_bias) out[3].copy_(out[0].sum(0)), out[4].copy_(out[1].sum(0));
-  });
-  return {gi, gh, ghx, b1, b2};
+void implement_cells(torch::Library& m) {
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
 }
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { implement_cells(m); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty);
@@ -284,15 +204,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_fused_sdp_choice", sdp_choice);
   m.impl("_has_compatible_shallow_copy_type", same_kind);
   m.impl("record_stream", record_stream);
-  m.impl("_thnn_fused_lstm_cell", lstm_cell);
-  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
-  m.impl("_thnn_fused_gru_cell", gru_cell);
-  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
-  m.impl("convolution_overrideable", convolution);
-  m.impl("convolution_backward_overrideable", convolution_backward);
+  implement_cells(m);  // for calls below autograd
   // CPU has kernels of its own for these: take them, and not what torch puts together from others.
   for (auto* name : {"native_layer_norm", "native_group_norm", "native_batch_norm", "mse_loss", "smooth_l1_loss",
-                     "silu_backward", "embedding_dense_backward"})
+                     "silu_backward", "embedding_dense_backward", "convolution", "convolution_backward"})
     if (c10::Dispatcher::singleton().findSchema({std::string("aten::") + name, ""}))
       m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }

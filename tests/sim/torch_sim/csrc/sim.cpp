@@ -21,8 +21,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Ccl, c10d::Backend, c10::intrusive_ptr<Ccl>>(m, "Ccl")
       .def(py::init([](const c10::intrusive_ptr<c10d::Backend>& gloo, const std::string& name, int rank, int size,
                        int64_t ms) { return c10::make_intrusive<Ccl>(gloo, name, rank, size, ms); }))
-      .def_property_readonly("options", [](Ccl& c) { return c.getBackendOptions(); })
-      .def_property_readonly("stream_id", [](Ccl& c) { return c.id; });
+      .def_property_readonly("options", [](Ccl& c) { return c.getBackendOptions(); });
   m.def("begin", begin);
   m.def("end", [] {
     if (!ended) {
@@ -43,10 +42,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     launch(current(), "sleep", [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
   });
   m.def("empty_cache", [] { memory().emptyCache(); });
-  m.def("error", [] {
-    std::lock_guard<std::mutex> g(error_mutex);
-    return broken ? error_text : std::string();
-  });
   m.def("clear_error", [] {
     std::lock_guard<std::mutex> g(error_mutex);
     broken = false;
@@ -68,21 +63,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     trace.clear();
     tracing = on;
     return found;
-  });
-  m.def("set", [](const std::string& key, int64_t value) {
-    auto& s = settings();
-    if (key == "delay_us")
-      s.delay_us = value;
-    else if (key == "poison")
-      s.poison = value;
-    else if (key == "blocking")
-      s.blocking = value;
-    else if (key == "memory")
-      s.memory = value;
-    else if (key == "pin_limit")
-      s.pin_limit = value;
-    else
-      throw std::runtime_error("no setting " + key);
   });
   m.def("rank", [] { return settings().rank; });
   m.def("device_count", [] { return settings().devices; });
