@@ -34,10 +34,10 @@ class LogitsAlone(nn.Module):
 
 
 def write_onnx(path: Path, tensors: NamedTensors, model: nn.Module) -> list[str]:
-    """Write the graph of `model` to `path`, and its weights `tensors` to a file next to it, named PATH.data. Return both names.
-    The graph takes `input_ids` and `attention_mask`, and returns `logits`. `model`: on meta, in the dtype of `tensors`; fake
-    tensors replace its weights. Raises `UsageError` if torch cannot trace it, if a tensor of the graph is missing, or a buffer
-    cannot be computed."""
+    """Write the graph of `model` to `path`, and its weights `tensors` to a file next to it, named PATH.data. Return both file
+    names, in this order. The graph takes `input_ids` and `attention_mask`, and returns `logits`. `model`: on meta, in the dtype
+    of `tensors`; fake tensors replace its weights. Raises `UsageError` if torch cannot trace it, if a tensor of the graph is
+    missing, or a buffer cannot be computed."""
     import onnx_ir
 
     buffers = computed_buffers(model)
@@ -129,8 +129,8 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _computed(model: nn.Module, owners: Mapping[str, nn.Module], start: int) -> dict[str, Tensor]:
-    """Replace the buffers `owners` (name -> its module) by CPU tensors filled with `start`, let `model` initialise the modules
-    among them that have no parameters of their own, and return {name: buffer} afterwards."""
+    """Replace the buffers `owners` (name of a buffer -> its module) by CPU tensors filled with `start`, let `model` initialise
+    those of the modules that have no parameters of their own, and return {name: buffer} afterwards."""
     for name, module in owners.items():
         key = name.rpartition(".")[2]
         buffer = module._buffers[key]

@@ -30,7 +30,8 @@ WRAPPED = re.compile(r"(^|\.)(base_layer|original_module|token_adapter)\.")
 
 @dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """The tensors of a stored model, not read yet: each once in `sources`, and further names of tied tensors in `ties`."""
+    """The tensors of a stored model, which `tensors_of` yields: each once in `sources`, read by a call of its `read`, and
+    further names of tied tensors in `ties`."""
 
     sources: list[TensorSource]
     ties: Mapping[str, str]  # each other name of a tied tensor -> its name in `sources`

@@ -181,8 +181,8 @@ class TextWriter:
 
 
 def settings_of(model: nn.Module, tokenizer: Any, stored: StoredModel, options: GenerateOptions) -> Any:
-    """Return the `GenerationConfig`: end, padding and first tokens from the settings in `stored` (if it has none, those of
-    `model`) and from the tokenizer, sampling and number of tokens from `options`."""
+    """Return the `GenerationConfig`: end, padding and first tokens from `stored.generation` (`model`'s settings if that is
+    None) and from `tokenizer`; sampling and number of tokens from `options`, whose `max_new_tokens` must not be None."""
     from transformers import GenerationConfig
 
     base: Any = getattr(model, "generation_config", None)
@@ -204,8 +204,8 @@ def settings_of(model: nn.Module, tokenizer: Any, stored: StoredModel, options: 
 
 
 class Printer:
-    """Sends a rank's answers to the job's store. The rank that `speaks` prints all answers, in the order of the prompts; the
-    others are silent."""
+    """Shows the answers of all ranks. Each rank passes its own to `send`, calls `show` in between, and `end` last. The rank
+    that `speaks` prints all answers, in the order of `prompts`; the others are silent."""
 
     def __init__(
         self, prompts: Sequence[Prompt], store: Store, tokenizer: Any, options: GenerateOptions, *, speaks: bool
@@ -243,7 +243,7 @@ class Printer:
             self._num_tokens += answer.num_tokens
 
     def end(self, how: str) -> None:
-        """Wait for all answers and print them, then print speed and the text `how` to stderr. Does nothing on a silent rank."""
+        """Wait for all ranks' answers, print them, then speed and the text `how` to stderr. Does nothing on a silent rank."""
         if not self._speaks:
             return
         while self._num_shown < len(self._prompts):

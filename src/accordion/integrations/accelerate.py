@@ -194,8 +194,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Save as accelerate does, and return the folder. In it, `accordion.save` writes each sharded model with its optimizer.
 
         Collective. `load_state` refuses a folder whose save was interrupted. Hooks of `register_save_state_pre_hook` get all
-        models, and on the first rank their full weights. If a hook removes a model's weights, only the optimizer of that model is
-        saved. Sharded tensors in registered objects are saved as full tensors.
+        models, and on the first rank their full weights. If a hook removes a model's weights there, only that model's optimizer
+        is saved. Sharded tensors in registered objects are saved as full tensors.
         """
         pairs = self._pairs()
         with self._without(pairs, self._save_model_state_pre_hook) as taken:

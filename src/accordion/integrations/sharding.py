@@ -31,7 +31,7 @@ AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's names
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardArguments:
-    """The arguments of `accordion.shard` for the models of a library's trainer.
+    """The arguments of `accordion.shard` for the models of a library's trainer: `of` makes them, `apply` uses them.
 
     Args:
         sharding: if it has no precision, the library's mixed precision is used: with "bf16" or "fp16", parameters are gathered
@@ -101,9 +101,9 @@ def step_on_shards(optimizer: Optimizer) -> None:
 
 
 class FirstRanksBuffers(Observer):
-    """Observer that overwrites all ranks' buffers, such as statistics of batch norms, with those of the first rank before each
-    forward: one broadcast per dtype. Leaves out buffers that are not in the state dict. A checkpoint has the first rank's
-    buffers, so every rank evaluates the model that is saved."""
+    """Observer, attached by `ShardArguments.apply`, that overwrites the buffers `places`, (module, name of its buffer), such as
+    statistics of batch norms, on all ranks with those of the first rank before each outermost forward: one broadcast per dtype.
+    A checkpoint has the first rank's buffers, so every rank evaluates the model that is saved."""
 
     def __init__(self, engine: Engine, places: list[tuple[nn.Module, str]]) -> None:
         self._engine, self._places = engine, places

@@ -114,8 +114,8 @@ def placed(value: dict[str, Any], models: Iterable[nn.Module]) -> dict[str, Any]
 
 
 class SavedFull:
-    """Wrapper of an object that a library saves: `state_dict`, a collective, returns full tensors; `load_state_dict` shards them.
-    `keep`: True on ranks that save; on all others, `state_dict` has None in place of sharded tensors."""
+    """Wrapper of an object that a library saves: `state_dict`, a collective, returns full tensors; `load_state_dict` shards
+    them like parameters of `models`. `keep`: True on ranks that save; elsewhere `state_dict` has None for sharded tensors."""
 
     def __init__(self, inner: Any, models: Iterable[nn.Module], keep: bool) -> None:
         self._inner, self._models, self._keep = inner, models, keep
@@ -144,8 +144,8 @@ def state_for_all(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_whole(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the state dict `state`, with full tensors that are equal on all ranks, into `optimizer`. A state of a sharded
-    parameter is sharded like the parameter if it has the same shape, and replicated otherwise. Collective."""
+    """Load the state dict `state`, with full tensors that are equal on all ranks, into `optimizer`. States of a sharded
+    parameter are sharded like it if they have the same shape, else replicated; 0-d states stay plain tensors. Collective."""
     states = {index: dict(one) for index, one in state["state"].items()}
     for index, param in _numbered(optimizer, state):
         if isinstance(param, DTensor) and index in states:

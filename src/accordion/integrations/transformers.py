@@ -246,7 +246,7 @@ class ShardedTrainer:
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does. Collective. `resume_from_checkpoint`: a path, or True for the newest complete checkpoint;
-        None begins anew. Raises `CheckpointError` on all ranks if that checkpoint is incomplete, or if there is none."""
+        None or False begins anew. Raises `CheckpointError` on all ranks if that checkpoint is incomplete, or none exists."""
         path: str | bool | None = resume_from_checkpoint
         if path:
             path = Team.of(()).agree(lambda: _newest(self.args.output_dir) if path is True else _checked(str(path)))

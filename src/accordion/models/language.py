@@ -57,5 +57,5 @@ def built(auto: Any, config: Any, where: str, attention: str | None, dtype: torc
 
 
 def brief(error: Exception) -> str:
-    """Return the first sentence of an error's text, in at most 200 characters, since errors of transformers can be long lists."""
+    """Return the first sentence of an error's text, cut after 200 characters: errors of transformers can be long lists."""
     return " ".join(str(error).split()).split(". ")[0][:200].rstrip(".") + "."

@@ -43,7 +43,7 @@ ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
-    """A model on disk, with its configuration and optionally an adapter for it."""
+    """A description of a model on disk and, optionally, of an adapter for it, as `find_model` returns it."""
 
     kind: Literal["checkpoint", "folder"]  # a checkpoint of accordion, or a folder of transformers
     path: str
@@ -67,8 +67,9 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 def find_model(source: str, *, like: str | None = None) -> StoredModel:
     """Return a description of the model that `source` names: a checkpoint, a run's folder, or a folder of transformers or PEFT.
-    Reads no weights. `like`: a folder of transformers. It is the base model if `source` is an adapter; its config.json replaces
-    the configuration in a checkpoint of a whole model; otherwise it is unused. Raises `UsageError` if no model is usable."""
+    Reads no weights. `like`: a folder of transformers. It is the base model if `source` is an adapter; its config files replace
+    those in a checkpoint of a whole model; otherwise it is unused. Raises `UsageError` if no model is usable, or
+    `CheckpointError` for a damaged `extra`."""
     kind, path = located(source)
     if kind == "checkpoint":
         return _of_checkpoint(path, like)
@@ -170,7 +171,7 @@ def _described(folder: Path, option: str, name: str = CONFIG) -> dict[str, Any]:
 
 
 def generation_config(folder: Path) -> dict[str, Any] | None:
-    """Return the content of generation_config.json in `folder`, None without it. Raises `UsageError` if it is no JSON object."""
+    """Return the content of generation_config.json in `folder`, None without it. Raises `UsageError` if it is unreadable."""
     return _described(folder, "folder", GENERATION) if (folder / GENERATION).is_file() else None
 
 
@@ -236,8 +237,8 @@ def ends_of(*eos: int | list[int] | None) -> list[int]:
 
 def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return the model of `stored` on meta, in eval mode, with parameters of `dtype`. With an adapter it is a PEFT model, in
-    which layers that were quantised in training have four bits. Raises `UsageError` if transformers or PEFT cannot build the
-    model, or if PEFT is needed and not installed."""
+    which layers that were quantised in training have four bits, and the adapter is in float32 if `dtype` has 16 bits. Raises
+    `UsageError` if transformers or PEFT cannot build the model, or if PEFT is needed and not installed."""
     model = language_model(configuration_of(stored), repr(stored.path), dtype=dtype).eval()
     if stored.adapter is None:
         return model
@@ -261,7 +262,7 @@ def meta_model(stored: StoredModel, dtype: torch.dtype = torch.float32) -> nn.Mo
 
 def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
     """Return PEFT's `LoraConfig` with the values of `lora`: `r`, `alpha`, `dropout` and `targets` (`AUTO`, or names of layers
-    joined by commas). `base`: path of the base model. Raises `UsageError` if PEFT is not installed."""
+    joined by commas). `base`: path of the base model to store in it, or None. Raises `UsageError` if PEFT is not installed."""
     check_installed(*PEFT)
     from peft import LoraConfig
 
@@ -277,9 +278,9 @@ def lora_config(lora: Mapping[str, Any], base: str | None) -> Any:
 
 
 def with_lora(model: nn.Module, lora: Mapping[str, Any], base: str | None) -> nn.Module:
-    """Freeze `model`, which is on meta, add LoRA layers to it, and return it as a PEFT model in train mode. `lora`: `r`, `alpha`,
-    `dropout`, `targets`. `base`: path of the base's weights. Raises `UsageError` if `model` lacks a layer in `lora["targets"]`,
-    if a target cannot have an adapter, or if PEFT is not installed."""
+    """Freeze `model`, which is on meta, add LoRA layers to it, and return it as a PEFT model in train mode. `lora`, `base`: as
+    in `lora_config`. Raises `UsageError` if `model` lacks a layer in `lora["targets"]`, if a target cannot have an adapter, or
+    if PEFT is not installed."""
     config = lora_config(lora, base)
     from peft import get_peft_model
 
@@ -309,8 +310,8 @@ def adapter_config(path: str, lora: Mapping[str, Any] | None, base: str) -> Any:
 
 
 def adapter_weights(stored: StoredModel) -> dict[str, Tensor]:
-    """Read and return {PEFT's name: weight on the CPU} of the adapter of `stored`, which is in a PEFT folder or in a checkpoint.
-    Raises errors of many types if the files are damaged."""
+    """Read and return {PEFT's name: weight on the CPU} of the adapter of `stored`, which must have one, in a PEFT folder or in
+    a checkpoint. Raises errors of many types if the files are damaged."""
     assert stored.adapter is not None
     if stored.lora is None:  # a folder of PEFT
         from peft import load_peft_weights
@@ -326,7 +327,8 @@ def adapter_weights(stored: StoredModel) -> dict[str, Tensor]:
 
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
-    """Return the floating-point dtype of most bytes of weights, float32 if none has one. Unreadable files raise `UsageError`."""
+    """Return the floating-point dtype of most bytes of weights, float32 if all are integers. Raises `UsageError` if
+    unreadable."""
     sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
         for name, entry in manifest_at(stored.path).tensors.items():

@@ -118,9 +118,9 @@ def _of_package(key: str, name: str) -> ModuleType:
 
 def options_kind(key: str, class_path: str) -> type[Any]:
     """Return a new dataclass of the options of the class or function at `class_path`: a field `class_path`, and one for each
-    parameter that a flag can set, with its default or None. Its docstring has the help texts, taken from `Args:` of the class.
-    `key`: "task" or "optimizer". Raises `UsageError` if there is no such class, if a parameter is named `class_path`, or if a
-    parameter without a default has a type that no flag can set. Raises `TaskError` if the import fails."""
+    parameter that a flag can set, with its default (None if required). Its docstring has the help texts, from `Args:` of the
+    class. `key`: "task" or "optimizer". Raises `UsageError` if there is no such class, if a parameter is named `class_path`, or
+    if a parameter without a default has a type that no flag can set. Raises `TaskError` if the import fails."""
     target = target_of(key, class_path)
     text = (inspect.getdoc(target) or "").partition("Args:")[2]
     texts = dict(re.findall(r"^ {4}(\w+)(?: \([^)]*\))?: (.*(?:\n {5,}\S.*)*)", text, re.MULTILINE))
@@ -144,8 +144,9 @@ def options_kind(key: str, class_path: str) -> type[Any]:
 
 
 def part_of(key: str, values: Mapping[str, Any]) -> PartConfig:
-    """Return a `PartConfig` for the class at `values["class_path"]`. Each of its options has the value in `values` (name ->
-    value), or else its default. Raises `UsageError` for a missing option or class, and `TaskError` if the import fails."""
+    """Return a `PartConfig` of the class or function at `values["class_path"]`. Its options are the parameters that a flag can
+    set, each with its value in `values` (name -> value), or else its default. `key`: "task" or "optimizer". Raises `UsageError`
+    for a missing class or required option, and `TaskError` if the import fails."""
     class_path = values[CLASS_PATH]
     options: dict[str, Any] = {}
     for name, parameter in _parameters(key, target_of(key, class_path)).items():

@@ -18,7 +18,7 @@ INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), syscon
 
 
 class TaskError(AccordionError):
-    """Raised for an exception of the user's code. `shown`: its traceback as text, of the user's frames alone if it has any."""
+    """Raised by `of_the_task` for an exception of the user's code. `shown`: that exception's traceback, see `own_traceback`."""
 
     def __init__(self, what: str, shown: str = "") -> None:
         super().__init__(what)  # pickles restore `shown` as an attribute

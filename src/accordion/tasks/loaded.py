@@ -32,7 +32,7 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTask:
-    """The functions and units of a task. Functions that the task lacks are None, except `collate`, which is `default_collate`
+    """The functions of a task, called as `Task` describes; those that it lacks are None, but `collate` is `default_collate`
     then. `name`: for messages and for the run folder. `units`: modules that are gathered together; None: Accordion chooses."""
 
     name: str
@@ -49,8 +49,8 @@ class LoadedTask:
 
 
 def loaded(parts: Mapping[str, PartConfig]) -> LoadedTask:
-    """Make an object of the class `parts["task"]` and return its methods, with the optimizer `parts["optimizer"]` if there is
-    one. Raises `UsageError` if a class is missing or is no task, and `TaskError` if the user's code fails."""
+    """Make an object of the class `parts["task"]` and return its methods and units; `parts["optimizer"]`, if present, replaces
+    its optimizer. Raises `UsageError` if a class is missing or is no task, and `TaskError` if the user's code fails."""
     part = parts["task"]
     target = target_of("task", part.class_path)
     if not inspect.isclass(target):
@@ -76,7 +76,7 @@ def optimizer_of(parts: Mapping[str, PartConfig]) -> Callable[[Any], Optimizer] 
 
 
 def made_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
-    """Return the optimizer that `make` returns for the trained parameters of `model`. Raises `UsageError` for another type."""
+    """Return `make(params)`; `params`: list of `model`'s trained parameters. Raises `UsageError` if that is no optimizer."""
     optimizer: object = make([p for p in model.parameters() if p.requires_grad])
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer(params) is a {type(optimizer).__name__}; return a torch.optim.Optimizer.")
@@ -111,8 +111,9 @@ def split_task(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def read_task(class_path: str, words: Sequence[str], prog: str) -> LoadedTask:
-    """Return a task of the class at `class_path`, with the options that the flags `--task.*` in `words` set. `prog`: name of the
-    command, for messages. Raises `UsageError` for a wrong class or option, and `TaskError` if the task's code fails."""
+    """Return a task of the class at `class_path` with the options in `words`: flags `--task.*` alone, see `split_task`. `prog`:
+    the command's name, for messages. Raises `UsageError` for a wrong class or option, and `TaskError` if the task's code
+    fails."""
     kind = options_kind("task", class_path)
     keys = make_dataclass("Keys", [("task", kind, field(default_factory=kind))])
     flags = values_of(keys, words, prog, "") or {}

@@ -16,12 +16,12 @@ class Task(Protocol):
     The parameters of its constructor are options: `width: int = 64` is the flag `--task.width`, and `width` under `task` in a
     run file, so a dataclass is the shortest way to write a task. Optional members:
 
-    `optimizer(params)`: a torch.optim.Optimizer; default: AdamW, set up by the keys of `train`. `scheduler(optimizer)`: a
-    torch.optim.lr_scheduler.LRScheduler, stepped after each optimizer step. `metrics(model, batch)`: name -> mean or
-    (sum, count), on validation data. `collate(samples)`: a batch from a list of samples; default:
+    `optimizer(params)`: a torch.optim.Optimizer of this list of parameters; default: AdamW, set up by the keys of `train`.
+    `scheduler(optimizer)`: a torch.optim.lr_scheduler.LRScheduler, stepped after each optimizer step. `metrics(model, batch)`:
+    name -> mean or (sum, count), on validation data. `collate(samples)`: a batch from a list of samples; default:
     `torch.utils.data.default_collate`. `units`: modules that are gathered together, as in `acc.shard(units=)`. `init(model)`:
-    fills the sharded model; default: `acc.initialise` if it was built on the meta device. `state()`: name -> object with
-    `state_dict` and `load_state_dict`, saved in checkpoints for each rank.
+    fills the sharded model, on every rank; default: `acc.initialise` if it was built on the meta device. `state()`: name ->
+    object with `state_dict` and `load_state_dict`, saved in checkpoints for each rank.
     """
 
     def model(self) -> nn.Module:
@@ -29,8 +29,9 @@ class Task(Protocol):
         ...
 
     def dataset(self, split: str) -> Any:
-        """Return the data of `split`, "train" or "validation", or None: a dataset with `__len__` and `__getitem__`, an iterable
-        of samples, or a loader of batches. May also take `rank` and `world`, for a loader of one rank's share."""
+        """Return the data of `split`, "train" or "validation": a dataset with `__len__` and `__getitem__`, an iterable of
+        samples, a loader of batches, or None if there is none. May also take `rank` and `world`, for a loader of one rank's
+        share."""
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:

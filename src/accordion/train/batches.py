@@ -24,8 +24,9 @@ Collate = Callable[[list[Any]], Any]
 
 
 class OrderedBatches:
-    """Endless micro-batches of one rank from a dataset with `__len__` and `__getitem__`. Each epoch shuffles all samples,
-    equally on all ranks, and each rank reads the positions of its `share`. `pins`: put batches into pinned memory."""
+    """Endless micro-batches (`Batches`) of one rank from a dataset with `__len__` and `__getitem__`. Each epoch shuffles all
+    samples, equally on all ranks, and each rank reads the positions of its `share`. `collate`: batch from a list of samples;
+    None: torch's default. `pins`: put batches into pinned memory."""
 
     def __init__(self, dataset: Any, share: Share, seed: int, collate: Collate | None, *, pins: bool) -> None:
         self._order = order = GlobalOrder(len(dataset), share, seed)
@@ -52,9 +53,9 @@ class OrderedBatches:
 
 
 class LoaderBatches:
-    """Endless batches of one rank from a loader. Each epoch starts the loader again, after a call of its `set_epoch`, if it has
-    that. Random numbers drawn while reading depend on seed and epoch alone, so all ranks draw equal ones. After `resume`, a
-    loader with `state_dict` goes on from its loaded state; with any other, batches used before in this epoch are read again and
+    """Endless batches (`Batches`) of one rank from a loader, which `begun` starts again in each epoch. Random numbers drawn
+    while reading depend on seed and epoch alone, so all ranks draw equal ones. After `resume`, a loader with `state_dict` and
+    `load_state_dict` goes on from its loaded state; with any other, batches used before in this epoch are read again and
     dropped. `counter`: key in `position()`, to which a batch adds `size`. `next()` raises `UsageError` for an empty epoch."""
 
     def __init__(self, data: Any, seed: int, *, counter: str = "num_batches", size: int = 1) -> None:
@@ -106,9 +107,9 @@ class LoaderBatches:
 
 
 Batches = OrderedBatches | LoaderBatches
-"""Endless micro-batches of a rank. A checkpoint stores `position()`, equal on all ranks, and `state()` of each rank (name ->
-object with `state_dict`). After it was loaded into these objects, `resume(position)` continues there. It returns False if
-`position` does not belong to this data."""
+"""Endless micro-batches of a rank, by `next()`. A checkpoint stores `position()`, equal on all ranks, and of each rank the
+objects in `state()` (name -> object with `state_dict`). To continue, load these objects first, then call `resume(position)`,
+which returns False if `position` does not belong to this data."""
 
 
 class RankSamples(IterableDataset[Any]):
@@ -131,8 +132,8 @@ class RankSamples(IterableDataset[Any]):
 
 
 class Draws:
-    """States of Python's, numpy's and torch's random generators for reading data. They are separate from those of the training,
-    seeded anew in each epoch, and saved in checkpoints."""
+    """Random generators of Python, numpy and torch for reading data, separate from those of the training: read the data of an
+    epoch inside `of(epoch)`. They are seeded anew in each epoch, and saved in checkpoints."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -205,8 +206,8 @@ def check_kind(data: Any, split: str) -> None:
 
 
 def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bool) -> Batches:
-    """Return this rank's endless batches of `data`, the training data of a task. `pins`: put batches into pinned memory, unless
-    `data` is a loader. Raises `UsageError` if `data` has a wrong type, no samples, or a sampler that `check_kind` refuses."""
+    """Return this rank's endless batches of `data`, a task's training data. Unless `data` is a loader, `collate` makes a batch
+    from a list of samples, and `pins` puts batches into pinned memory. Raises `UsageError` if `check_kind` refuses `data`."""
     check_kind(data, "train")
     if is_loader(data):
         return LoaderBatches(data, seed)
@@ -224,8 +225,8 @@ def batches_of(data: Any, share: Share, seed: int, collate: Collate, *, pins: bo
 def validation_of(data: Any, share: Share, collate: Collate, device: torch.device) -> Iterator[tuple[Any, int]]:
     """Return an iterator of (batch, number of samples in it that count), with equally many pairs on every rank, because all
     ranks must call the model equally often. A rank without samples left gets a batch with number 0. For loaders and iterables,
-    each step of the iterator is collective, and raises `UsageError` if some ranks have batches and others none at all. Raises
-    `UsageError` if `data` has a wrong type, no samples, or a sampler that `check_kind` refuses."""
+    each step of the iterator is collective, and raises `UsageError` if some ranks have batches and others none at all.
+    `collate`: batch from a list of samples, unless `data` is a loader. Raises `UsageError` if `check_kind` refuses `data`."""
     check_kind(data, "validation")
     if not is_loader(data) and not is_indexed(data):
         data = DataLoader(RankSamples(data, share, drops=False), share.micro_batch, collate_fn=collate)
@@ -272,8 +273,8 @@ def means_of(
 ) -> dict[str, float]:
     """Return name -> mean over all samples of all ranks; {} without batches. Calls the model in evaluation mode, then restores
     the mode of each module and the random generators, also after an error. Collective. `batches`: (batch, number of its samples
-    that count), as many on each rank. `values_of(batch)` returns name -> mean over the batch, or (sum, count). Raises
-    `UsageError` for a value of another form."""
+    that count), as many on each rank. `values_of`, called with a batch on `device`, returns name -> mean over the batch, or
+    (sum, count), with equal names in equal order on all ranks. Raises `UsageError` for a value of another form."""
     drawn, modes = RandomState().state_dict(), {module: module.training for module in model.modules()}
     sums: dict[str, Tensor] = {}  # name -> sum and count, (2,)
     try:

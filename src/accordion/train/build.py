@@ -36,8 +36,8 @@ from accordion.train.screen import Screen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One rank of a run: its inputs, and the objects built from them. `share`: samples that this rank reads. `sums_locally`:
-    sum gradients of a step's micro-batches on each rank, and reduce them across ranks once. `decides_on_device`: the fused
+    """One rank of a run: its inputs, and the objects that `run_of` builds from them. `share`: samples that this rank reads.
+    `sums_locally`: sum gradients of a step's micro-batches on each rank, and reduce them once. `decides_on_device`: the fused
     optimizer itself skips a step with NaN or inf, so the host need not wait. `ema`: averaged weights, or None."""
 
     prepared: Prepared
@@ -86,7 +86,7 @@ def agree(prepared: Prepared, place: RankPlace) -> None:
 
 
 def run_of(prepared: Prepared, place: RankPlace, device: torch.device, signals: Signals, screen: Screen) -> Run:
-    """Build, shard and fill the model, make optimizer, batches and the other objects, and return all as a `Run`. Collective."""
+    """Build, shard and fill the model, make all other objects of a `Run`, and return it. Collective; needs a process group."""
     prepared = _with_sequences(prepared, place, device)
     config, work, on_cpu = prepared.config, prepared.work, device.type == "cpu"
     # "auto" is fp32 on CPU, bf16 on accelerators that support it, else fp16.
@@ -134,9 +134,9 @@ def _with_sequences(prepared: Prepared, place: RankPlace, device: torch.device) 
 def _sharded_model(
     prepared: Prepared, place: RankPlace, device: torch.device, precision: Precision, theirs: Settings | None
 ) -> nn.Module:
-    """Build the model, shard it as the keys `shard.*` describe, fill its weights, and return it. Parameters have the dtype
+    """Build the model, shard it as the keys `shard.*` describe, fill its weights, and return it. Parameters are gathered in
     `precision.params`; other dtypes and the reduce op are those of the DeepSpeed configuration `theirs`, or defaults if that is
-    None. Without the key `shard.units`, the task chooses the units. Collective."""
+    None. Without the key `shard.units`, `work.units()` chooses the units. Collective."""
     work, shard, seed = prepared.work, prepared.config.shard, prepared.config.train.seed
     base = theirs.sharding if theirs else Sharding()
     model = work.model(seed)
@@ -160,7 +160,8 @@ def _optimizer(
     model: nn.Module, config: JobConfig, theirs: Settings | None, own: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
     """Return the optimizer for the trained parameters of `model`: the user's `own`, else that of the DeepSpeed configuration
-    `theirs`, else AdamW without weight decay for vectors. Wraps it, unless it is an `own` one whose step is not elementwise."""
+    `theirs`, else AdamW without weight decay for vectors. An `own` one is wrapped only if its step is elementwise, others
+    always."""
     options = config.train
     if own is not None:
         return wrap_optimizer(own) if is_elementwise(own) else own

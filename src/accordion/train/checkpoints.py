@@ -166,7 +166,7 @@ def check_run(path: Path, steps: int, tokenizer_digest: str | None) -> None:
 
 
 def check_base(path: Path, quantize: str) -> None:
-    """Raise `UsageError` if the run that saved the adapters in the checkpoint `path` had another `model.quantize`."""
+    """Raise `UsageError` if the run that saved the adapters in `path` had a `model.quantize` other than `quantize`."""
     before = _extra(path)["config"].get("model.quantize", "none")
     if before != quantize:
         raise UsageError(

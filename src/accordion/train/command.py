@@ -74,7 +74,7 @@ def read(words: list[str]) -> tuple[JobConfig, frozenset[str]]:
 
 def class_paths(files: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
     """Return "task" or "optimizer" -> class path, such as "net.py:Task", for those of the two that the run files `files` or the
-    command line `flags` name. Flags override files. Read before all other keys, because options of a class are keys too."""
+    words `flags` (in long form) name. Flags override files. Read before all other keys, as options of a class are keys too."""
     paths: dict[str, str] = {}
     for file in files:
         content = flattened(content_of(file))

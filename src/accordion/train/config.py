@@ -217,7 +217,8 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """Keys of every run, on a task or on text. `parts`: class path and options of the user's "task" and "optimizer", if any."""
+    """Keys of every run, on a task or on text. `parts`: "task" or "optimizer" -> class path and options, if the user gave
+    one."""
 
     parts: Mapping[str, PartConfig] = unread(dict)
     shard: ShardConfig = field(default_factory=ShardConfig)

@@ -56,9 +56,10 @@ class Sequences(Dataset[Row]):
 
 
 class GlobalOrder(Sampler[list[int]]):
-    """Sampler of this rank's micro-batches, as lists of indices, without end. Each epoch has a new order of all `count`
-    samples. Samples at the end of an epoch that do not fill a global batch are left out, so that all ranks have equally many
-    batches. `num_read`: samples that all ranks together have read; set it to continue an order of equal `count` and `seed`."""
+    """Sampler of this rank's micro-batches, as lists of indices, without end. Each epoch has a new order of all `count` samples
+    (at least a global batch). Samples at the end of an epoch that do not fill a global batch are left out: all ranks have
+    equally many batches. `num_read`: samples that all ranks have read; set it to continue an order of equal `count` and
+    `seed`."""
 
     def __init__(self, count: int, share: Share, seed: int) -> None:
         self.count, self.share, self.seed = count, share, seed

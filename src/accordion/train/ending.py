@@ -42,9 +42,10 @@ class Signals(AbstractContextManager["Signals"]):
 
 
 class Ending:
-    """Decides, after the same step on all ranks, if the run ends early because of a signal or the time limit, and if it saves
-    because `ask` was called. In each step the ranks reduce `wish()` to the largest of all, and each passes that to `decide`.
-    `decided`: `GOES_ON`, or the wish that ends the run. `saves`: True if a save was asked for; set it to False after a save."""
+    """Decides, after the same step on all ranks, if the run ends early because of a signal or the time limit (from durations
+    given to `took`), and if it saves because `ask` was called. In each step the ranks reduce `wish()` to the largest of all,
+    and each passes that to `decide`. `decided`: `GOES_ON`, or the wish that ends the run. `saves`: a save was asked for; set it
+    to False after a save."""
 
     def __init__(self, signals: Signals, *, hours: float, began_s: float, state_bytes: int) -> None:
         """`hours`: time limit, counted from `began_s` (`time.time`); 0: no limit. `state_bytes`: bytes that this rank writes into
@@ -72,7 +73,7 @@ class Ending:
         return TIME_IS_OVER if time.time() + needed_s > self._began_s + self._limit_s else goes_on
 
     def ask(self, save: bool) -> None:
-        """Ask for a save after the next step if `save` is True and was False at the last call. Call this once a step."""
+        """Make the next `wish` ask for a save if `save` is True and was False at the last call. Call this once a step."""
         self._asks, self._asked = save and not self._asked, save
 
     def decide(self, most: int) -> None:
@@ -84,9 +85,9 @@ class Ending:
 
 
 class Best:
-    """Keeps the lowest validation loss so far, `loss` at step `step` (None before the first), and counts in `waited` the
-    validations since the loss last fell by more than `min_delta`. `is_over`: `waited` has reached the patience. `last`: step of
-    the last validation, set by the caller. Checkpoints store `state()`."""
+    """Keeps the lowest validation loss that `observe` got, `loss` at step `step` (None before the first), and counts in
+    `waited` the validations since the loss last fell by more than `min_delta`. `is_over`: `waited` has reached the patience.
+    `last`: step of the last validation, set by the caller. Checkpoints store `state()`."""
 
     def __init__(self, patience: int, min_delta: float) -> None:
         """`patience`: validations in a row without a loss lower by more than `min_delta`, after which `is_over`; 0: never."""
@@ -119,8 +120,8 @@ class Best:
 
 
 class Skips:
-    """Counts skipped steps: all of them in `total`, and those with NaN or inf since the last finite step in `in_row`. Steps that
-    the gradient scaler skips to lower its scale are in `total` only."""
+    """Counts skipped steps: all in `total`, and those with NaN or inf since the last finite step in `in_row`. Call `nonfinite`
+    for each of these, and set `in_row` to 0 after a finite step. If the gradient scaler skips a step, add 1 to `total` only."""
 
     def __init__(self, most: int) -> None:
         """`most`: largest number of steps in a row that may be skipped; 0: the first nonfinite step ends the run."""

@@ -33,7 +33,7 @@ class Encoder:
     """Converts rows of data, chats or prompts with completions, into tokens and a mask of those that are learnt."""
 
     def __init__(self, tokenizer: Any, kind: str) -> None:
-        """`tokenizer`: a fast tokenizer of transformers. `kind`: "chat" or "prompt"."""
+        """`tokenizer`: a fast tokenizer of transformers. `kind`: "chat" or "prompt"; rows have the fields of `FIELDS[kind]`."""
         self._tokenizer, self._kind = tokenizer, kind
         self._template = tokenizer.get_chat_template() if kind == "chat" else ""
         self._special = special_ids(tokenizer)
@@ -70,7 +70,7 @@ class Encoder:
         return np.array(ids), np.arange(len(ids)) >= len(before)
 
     def _plain(self, text: str) -> list[int]:
-        """Return the ids of `text` and of the tokens that the tokenizer adds, but no end-of-text token after any others."""
+        """Return the ids of `text` and of tokens that the tokenizer adds, but no end-of-text token after the others."""
         ids = list(self._tokenizer(text)["input_ids"])
         return ids[:-1] if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id else ids
 
@@ -232,9 +232,10 @@ def digest_of_tokenizer(tokenizer: Any, kind: str) -> str:
 
 
 def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path, say: Say) -> Any:
-    """Return the run's tokenizer, a fast one of transformers: that of `data.tokenizer`, or else that in the model's folder. If
-    neither has one, train it on `source` with up to `model_vocab` tokens, store it in `cache`, and report that to `say`. Raises
-    `UsageError` if it cannot be read, is not fast, is missing next to pretrained weights, or lacks the template for chats."""
+    """Return the run's tokenizer, a fast one of transformers: that of `data.tokenizer`, or else that in the model's folder.
+    Without either, train one on `source` with up to `model_vocab` tokens, store it in `cache`, and tell `say`.
+    `data.chat_template` replaces its template. Raises `UsageError` if it is unreadable, not fast, missing next to pretrained
+    weights, or lacks the template for chats."""
     tokenizer = _tokenizer(config, source, model_vocab, cache, say)
     if not getattr(tokenizer, "is_fast", False):
         raise UsageError(
@@ -256,8 +257,8 @@ def run_tokenizer(config: Config, source: Source, model_vocab: int, cache: Path,
 
 
 def vocabulary_of(tokenizer: Any, config: Config, model_vocab: int) -> Vocabulary:
-    """Return `tokenizer`, one of transformers, as plain data. Its end-of-text token is the tokenizer's, but for text that of
-    the model's config.json, if it names one. Raises `UsageError` if there is none, or if an id is at least `model_vocab`."""
+    """Return `tokenizer`, one of transformers, as plain data. Its end-of-text token is the tokenizer's; for format "text",
+    rather that of the model's config.json. Raises `UsageError` if neither names one, or if an id is at least `model_vocab`."""
     end = tokenizer.eos_token_id
     if config.data.format == "text" and config.model.path is not None:
         end = next(iter(ends_of(check_folder(config.model.path).get("eos_token_id"), end)), None)

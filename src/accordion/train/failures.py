@@ -20,7 +20,7 @@ LETTERS, MOST_RANKS = 2000, 64  # of a text, and of ranks in `others`, so that a
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """How a rank failed. `doing`: what it was doing in the job, such as "gathers unit 3 (layers.3) in the forward of step 7".
-    `caused_by`: the rank that failed first, if known. `others`: other rank -> what it was doing then, or how it had ended."""
+    `caused_by`: rank that failed first, if known. `others`: other rank -> what it did or how it had ended; {} if not asked."""
 
     rank: int
     num_ranks: int

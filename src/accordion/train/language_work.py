@@ -79,8 +79,8 @@ class LanguageWork:
         }
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
-        """Return what checkpoints store: settings of model, generation and adapters, for `accordion export` and `generate`, and
-        texts that identify data and tokenizer."""
+        """Return what checkpoints store: "model_config", "generation_config" and, with adapters, "adapter", for `accordion
+        export` and `generate`; and the texts "data" and "tokenizer", which identify these."""
         config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
         config["eos_token_id"] = ends_of(config.get("eos_token_id"), self.generation["eos_token_id"])
         extra: dict[str, Any] = {"model_config": config, "generation_config": dict(self.generation)}
@@ -106,7 +106,7 @@ class LanguageWork:
         return GlobalOrder(len(rows_in(self.files, "train", data)), share, 0).notes(unit_of(data), who)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the loss of this rank's part of `batch`: of text the mean over tokens, else (sum, number) of answer tokens."""
+        """Return the loss of this rank's part of `batch`: the mean over tokens of text, else (sum, number of answer tokens)."""
         total, count = label_losses(model, batch, kind=self.config.model.loss, sequence=self.sequence)
         num_tokens = batch["labels"].numel() // self.config.shard.sequence
         return total / num_tokens if self.is_text else (total, count)
@@ -118,7 +118,7 @@ class LanguageWork:
 
     @torch.no_grad()
     def validate(self, model: nn.Module, share: Share, device: torch.device) -> Validation:
-        """Return the mean loss over the validation labels that are not `IGNORED`, and the perplexity as text. Collective."""
+        """Return the mean loss over the validation labels that are not `IGNORED`, and in `words` the perplexity. Collective."""
         rows = rows_in(self.files, "validation", self.config.data)
         order = validation_order(len(rows), self.config.train.validation_rows)
         options: dict[str, Any] = {"kind": self.config.model.loss, "sequence": self.sequence}
@@ -265,8 +265,9 @@ def in_one_row(model: nn.Module) -> bool:
 
 
 def logits_at(model: nn.Module, whole: dict[str, Tensor], places: Sequence[int], sequence: DeviceMesh | None) -> Tensor:
-    """Return the logits of the tokens at the indices `places` of each sequence in `whole`, (b, places, vocab). If ranks share
-    each sequence (mesh `sequence`), each computes a part of the sequences and returns all these logits. Collective."""
+    """Return the logits of the tokens at indices `places` of each sequence, (b, places, vocab). `whole`: argument of `model` ->
+    (b, tokens). If ranks share each sequence (mesh `sequence`), each computes a part and returns all these logits.
+    Collective."""
     at = torch.tensor(places, device=whole["input_ids"].device)
     if sequence is None:
         return model(**whole, use_cache=False).logits[:, at]  # type: ignore[no-any-return]

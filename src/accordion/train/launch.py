@@ -188,8 +188,8 @@ def start(entry: Entry, args: tuple[Any, ...], nproc: int, signals: Forwarding |
     """Run `entry(place, store, *args)` in `nproc` ranks on this machine, wait for them, and return the exit code. The first
     rank that fails reports the reason, and all other ranks are ended. Without `signals`, SIGTERM ends all ranks. With
     `signals`, SIGTERM and SIGUSR1 are forwarded to the ranks, so that `entry` can save and return `PREEMPTED`;
-    `NothingStartedError` is raised if a signal arrives while no rank can handle it. Raises `KeyboardInterrupt` after Ctrl-C,
-    SIGHUP or SIGQUIT. Silences torch's loggers of its launcher."""
+    `NothingStartedError` is raised if a signal arrives while no rank can handle it. Raises `KeyboardInterrupt` after Ctrl-C or
+    SIGQUIT, and without `signals` after SIGHUP. Silences torch's loggers of its launcher."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing.spawn")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # failures are reported in one line instead
@@ -231,9 +231,9 @@ class NothingStartedError(BaseException):
 
 
 class Forwarding(AbstractContextManager["Forwarding"]):
-    """Context manager that forwards SIGTERM and SIGUSR1 to the ranks that this process starts, and ignores SIGHUP of a closed
-    terminal. The constructor sets the signal handlers, in the main thread only; leaving the context restores the previous ones.
-    While no rank runs, a signal raises `NothingStartedError`. `came`: True after a signal."""
+    """Context manager, passed to `start`, that forwards SIGTERM and SIGUSR1 to the ranks that this process starts, and ignores
+    SIGHUP of a closed terminal. The constructor sets the signal handlers, in the main thread only; leaving the context restores
+    the previous ones. While no rank runs, a signal raises `NothingStartedError`. `came`: True after a signal."""
 
     def __init__(self) -> None:
         self.came = False
@@ -432,7 +432,7 @@ def once_per_host(place: RankPlace, store: Store, do: Callable[[], T]) -> T:
 
 def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T | None:
     """Call `do` if `is_first` and return its result; otherwise wait until the first rank has done so, and return None. If `do`
-    raises an error on the first rank, other ranks raise `UsageError` with its text. `key`: key in `store` for that text."""
+    raises an error on the first rank, other ranks raise `UsageError` with its text. `key`: unused key in `store`, for that."""
     if not is_first:
         store.wait([key], timedelta(days=2))  # reading the data may take long
         if message := store.get(key).decode():

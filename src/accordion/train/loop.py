@@ -32,7 +32,8 @@ from accordion.train.trackers import trackers_of
 
 OBSERVED = 3  # steps that `train.observe` records
 OnStep = Callable[[dict[str, float]], bool | None]
-"""Function that a program passes to `fit`, called with the metrics of each step; if it returns True, the run saves."""
+"""Function that a program passes to `fit`, called with each step's metrics (name -> value); if it returns True, the run
+saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +230,8 @@ def _validate(run: Run, step: int, log: MetricsLog | None) -> bool:
 
 
 def _finish(run: Run, saves: RunSaves, log: MetricsLog | None, steps: int, over: Outcome) -> None:
-    """End a run after `steps` steps: validate if the last step was not, and with `train.keep_best` save it as `best` if its
-    loss is the lowest; show the run's files and a sample. After a signal or the time limit, only show files. Collective."""
+    """End a run after `steps` steps: validate unless the last step did, and with `train.keep_best` save the run as `best` if
+    its loss is the lowest; show the run's files and a sample. After a signal or the time limit, only show files. Collective."""
     note, folder, run_dir = run.screen.note, saves.folder, run.prepared.run_dir
     has_time, is_finished = not run.ending.decided, over.state == "finished"
     if has_time and run.best.last != steps and _validate(run, steps, log):

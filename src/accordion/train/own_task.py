@@ -164,7 +164,7 @@ def check_own_keys(optimizer: object | None, scheduler: object | None, config: J
 
 def check_optimizer(make: Callable[[Any], Optimizer] | None) -> None:
     """Check that `make`, unless it is None, makes an optimizer for the parameters of a small layer. Raises `UsageError` if it
-    rejects its options, or returns no optimizer or one whose step needs a closure. Other errors of the user's own code pass."""
+    rejects its options, or returns no optimizer or one whose step needs a closure. Raises other errors of the user's code."""
     if make is None:
         return
     params = nn.ParameterList(torch.zeros((2,) * dim, device="cpu") for dim in (2, 1))

@@ -21,8 +21,8 @@ Batch = dict[str, Any]
 
 
 def packed(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Pack items of `lengths` into rows of at most `size` tokens; return a list of the indices of the items for each row. Uses
-    best fit decreasing (Johnson et al., 1974), which needs at most 11/9 of the fewest possible rows, plus one."""
+    """Pack items of `lengths`, each at most `size`, into rows of at most `size` tokens; return the indices of the items of each
+    row. Uses best fit decreasing (Johnson et al., 1974), which needs at most 11/9 of the fewest possible rows, plus one."""
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = {}
     rooms: list[int] = []  # the keys of `by_room` that have rows, ascending

@@ -14,8 +14,9 @@ from accordion.train.config import TrainConfig
 
 
 class LearningRates:
-    """Sets the learning rates of `optimizer`: by `scheduler` if it is not None, else by the scheduler of the DeepSpeed settings
-    `theirs` if there is one, else by `train.schedule`. If that is "auto", rates of a user's own optimizer (`is_own`) stay."""
+    """Sets the learning rates of `optimizer`: call `before` before each step, and `after` after it. The rates are those of
+    `scheduler` if it is not None, else of the scheduler of the DeepSpeed settings `theirs` if there is one, else of
+    `train.schedule`. If that is "auto", rates of a user's own optimizer (`is_own`) stay."""
 
     def __init__(
         self, options: TrainConfig, optimizer: Optimizer, scheduler: Any, theirs: Settings | None, *, is_own: bool
@@ -38,17 +39,17 @@ class LearningRates:
         return float(self._optimizer.param_groups[0].get("lr", 0.0))
 
     def after(self) -> None:
-        """Step the scheduler, if there is one. Call this after each step that was not skipped."""
+        """Step the `scheduler`, if there is one. Call this after each step that was not skipped."""
         if self._scheduler is not None:
             self._scheduler.step()
 
     def state(self) -> dict[str, Any]:
-        """Return name -> object with `state_dict`, for checkpoints; empty without a scheduler."""
+        """Return name -> object with `state_dict`, for checkpoints; empty without a `scheduler`."""
         return {} if self._scheduler is None else {"scheduler": self._scheduler}
 
     def resume(self) -> None:
         """Set the options of the optimizer, such as weight decay, back to those of this run, after a checkpoint was loaded into
-        it. Does nothing if there is a scheduler, since the loaded rates belong to its loaded state."""
+        it. Does nothing with a `scheduler`, since the loaded rates belong to its loaded state."""
         if self._scheduler is not None:
             return
         # Options are what a constructor takes. Groups may also have state, for example a count of steps.

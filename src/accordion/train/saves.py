@@ -18,7 +18,8 @@ from accordion.train.config import flat
 
 
 class RunSaves:
-    """Saves checkpoints of a run, in the background if possible, and resumes from one."""
+    """Saves checkpoints of a run, in the background if possible, and resumes from one. Call `resume` before the first step,
+    `poll` after each step, and `settle` at the end."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._options = run, run.config.checkpoint

@@ -47,7 +47,7 @@ class Screen(AbstractContextManager["Screen"]):
         self._console.print(Text(text))
 
     def start(self, done: int, total: int) -> None:
-        """Record that the run has `total` steps. If the output is a terminal, start the progress bar at `done` of them."""
+        """Record, before the first `step`, the run's `total` steps. On a terminal, show the progress bar at `done` of them."""
         self._total = total
         if not self._live:
             return

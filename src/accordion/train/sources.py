@@ -182,9 +182,9 @@ def _tables(path: Path, fields: Fields) -> tuple[list[str], Iterator[Any]]:
 
 
 def _saved(path: Path, key: str, fields: Fields) -> Iterator[DataRow]:
-    """Yield the rows of a folder saved by `datasets`. If the folder has a split "train" and one for validation, rows keep their
-    splits, and other splits are left out; otherwise a hash chooses each row's split. Raises `UsageError` if the folder cannot
-    be read, or if a needed field is missing."""
+    """Yield the rows of a folder saved by `datasets`. If the folder has a split "train" and one for validation (the first of
+    "validation", "valid", "dev", "test"), rows keep these splits, and others are left out; otherwise a hash chooses each row's
+    split. Raises `UsageError` if the folder cannot be read, or if a needed field is missing."""
     import datasets
 
     try:
@@ -237,8 +237,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Data to read. `name`: in names of run folders. `label`: in messages. `files`: (name in the source, path) of each.
-    `stamp`: hash that changes when a file is added, removed or written. `unread`: name of a file that is left out -> reason."""
+    """Data to read, which `find` returns: as text by `pieces`, as rows by `rows`. `name`: in names of run folders. `label`: in
+    messages. `files`: (name in the source, path) of each. `stamp`: hash that changes when a file is added, removed or written.
+    `unread`: name of a file that is left out -> reason."""
 
     name: str
     label: str

@@ -230,8 +230,8 @@ class MeanLoss:
         return total / self._first
 
     def left(self) -> Tensor | None:
-        """Return the factor, 0-d, by which gradients and losses have to be multiplied after the last micro-batch; None if the
-        factor is 1. Collective if a micro-batch had a (sum, count) loss and there are several micro-batches."""
+        """Return the factor, 0-d, by which gradients and losses have to be multiplied after the last micro-batch; None if that
+        is 1. Call it once. Collective if a micro-batch had a (sum, count) loss and there are several micro-batches."""
         if self._own is None or self._first is None or self._accumulate == 1:
             return None
         dist.all_reduce(self._own)

@@ -203,9 +203,9 @@ def _cached(
     tokenizer_digest: str,
     splits_of: Callable[[Any], Mapping[Split, Any]],
 ) -> TokenFiles:
-    """Return the files in the folder `cache` with the tokens of `source`; if they do not exist, write them from `rows()` first.
-    `columns`: name -> dtype, or [dtype] for lists. `splits_of(table)`: split -> its tokens or examples, to count them. Raises
-    `UsageError` if the cache is damaged."""
+    """Return the files in the folder `cache` with the tokens of `source`; if they do not exist, write the table rows (column ->
+    value) of `rows()` first. `columns`: name -> dtype, or [dtype] for lists. `splits_of(table)`: split -> its tokens or
+    examples, to count them. Raises `UsageError` if the cache is damaged."""
     import datasets
     import pyarrow as pa
     from datasets.exceptions import DatasetGenerationError
