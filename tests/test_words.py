@@ -109,3 +109,14 @@ def test_each_row_of_the_comparison_links_to_its_test() -> None:
     for row in rows:
         name, path = re.findall(r"\[(test_\w+)\]\(\.\./(tests/[\w/]+\.py)\) \|$", row)[0]
         assert f"def {name}(" in (ROOT / path).read_text(), row
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    """Pages may cut a name short by "..." and leave out folders of its file."""
+    sources = {path.as_posix(): path.read_text() for path in ROOT.glob("tests/**/*.py")}
+    named = re.compile(r"`([\w/]+\.py)(?:`? `|::)(test_\w+?)(_\.\.\.)?`")
+    links = [link for path in PROSE if "log" not in path.parts for link in named.findall(path.read_text())]
+    assert len(links) > 50
+    for file, name, cut in links:
+        start = f"def {name}{'_' if cut else '('}"
+        assert any(start in text for path, text in sources.items() if path.endswith(f"/{file}")), (file, name)
