@@ -18,7 +18,7 @@ from accordion.config import DISK, HOST, folder_of
 from accordion.engine.engine import Engine
 from accordion.engine.observer import Observer
 from accordion.engine.shards import Allocate, FlatShards
-from accordion.errors import OffloadError, UsageError
+from accordion.errors import UsageError
 from accordion.offload.arena import Arena, page_aligned
 from accordion.offload.host_shards import OffDeviceShards
 from accordion.offload.step.optimizer_copy import exchange
@@ -168,10 +168,7 @@ def park(model: nn.Module, optimizer: Optimizer | None = None, to: str = HOST) -
     def memory() -> Allocate:
         if folder is None:
             return partial(Arena(num_bytes, device, "park", 'pass to="disk:/folder"').take, zeros=False)
-        try:
-            file = FileAllocator(folder, num_bytes)
-        except OffloadError as error:
-            raise UsageError(str(error)) from error
+        file = FileAllocator(folder, num_bytes)
         return lambda numel, dtype: file.take(numel, dtype).mapped()
 
     take = on_every_rank(memory, engine.context)

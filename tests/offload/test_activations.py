@@ -217,7 +217,7 @@ def test_activations_without_a_folder_or_recomputation_or_with_budgets_are_refus
         acc.shard(models.plain(), mesh=mesh, offload=ON_HOST)
     with pytest.raises(acc.UsageError, match=r"Offload\(activations='disk'\) is no place; did you mean 'disk:/path'?"):
         acc.Offload(activations="disk")
-    with pytest.raises(acc.OffloadError, match="offloaded state in /nowhere: No such file or directory; name a folder"):
+    with pytest.raises(acc.UsageError, match="offloaded state in /nowhere: No such file or directory; name a folder"):
         acc.shard(models.plain(), mesh=mesh, checkpoint_activations="full", offload=on_disk(Path("/nowhere")))
     for one, another in ((ON_HOST, on_disk(tmp_path)), (acc.Offload(), ON_HOST)):
         mine = one if mesh.get_rank() else another

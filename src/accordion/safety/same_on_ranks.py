@@ -20,7 +20,7 @@ from accordion.config import STRATEGIES, Offload, Precision, Strategy
 from accordion.engine.communicator import Communicator, broadcast, extremes, reduced
 from accordion.engine.context import ShardingContext
 from accordion.engine.engine import Engine
-from accordion.errors import AccordionError, DivergenceError, OffloadError, UsageError, some_of
+from accordion.errors import DivergenceError, OffloadError, UsageError, some_of
 from accordion.safety.agreement import agreement_of
 from accordion.safety.divergence import DivergenceMonitor, monitor_of
 from accordion.safety.liveness.wording import step_differences
@@ -139,13 +139,16 @@ def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads:
 
 
 def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Result:
-    """Return `make()`. A collective. If `make` raises `UsageError` or `OffloadError` on some ranks, that error is raised there,
-    and the other ranks raise a `UsageError` with its text."""
-    error: AccordionError | None = None
+    """Return `make()`. A collective. If `make` raises `UsageError` or `OffloadError` on some ranks, every rank raises a
+    `UsageError`; its text on the other ranks has that of the error."""
+    error: UsageError | None = None
     try:
         result = make()
-    except (UsageError, OffloadError) as caught:
-        error = caught
+    except UsageError as refusal:
+        error = refusal
+    except OffloadError as failure:
+        error = UsageError(str(failure))
+        error.__cause__ = failure
     refused = differences({"a refusal:": str(error or "none")}, monitor_of(context), "compares its resources")
     if error is not None:
         raise error

@@ -129,8 +129,8 @@ def with_tiers(
     `offloads` says; return `context` itself if nothing is offloaded. Allocates the host memory and files. A collective.
 
     `planned`: the groups of each unit. `policy`: the model's `Offload`, whose budgets hold for units without an override; None:
-    each unit has budgets of its own. Raises `UsageError` on every rank if one lacks memory or disk space (that rank may raise
-    `OffloadError`), or if the `grad_dtype` of an offloaded parameter is not its dtype.
+    each unit has budgets of its own. Raises `UsageError` on every rank if one lacks memory or disk space, or if the
+    `grad_dtype` of an offloaded parameter is not its dtype.
     """
     if not any(each.asks for each in offloads):
         return context
