@@ -65,7 +65,7 @@ def compare(
     """Train under each contender in `names`, compare their losses, then measure each in `rounds` turns of `STEPS` steps.
 
     Starts the processes of `world` for each contender, and prints progress. A contender that does not start is left out, unless
-    it is this engine. `make(seat, name, setting)` returns the trainer of one rank; it is pickled by name. Raises `BenchError` if
+    it is this engine. `make(setup, name, setting)` returns the trainer of one rank; it is pickled by name. Raises `BenchError` if
     this engine does not start, if losses differ (before times are measured), or if any contender fails after its start.
     """
     with ExitStack() as stack:

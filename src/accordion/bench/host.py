@@ -16,7 +16,7 @@ from accordion.bench.contenders import WRAPPERS
 from accordion.bench.model import NineNet
 from accordion.errors import UsageError
 from accordion.pages.stats import Spread, extremes, quartiles
-from accordion.workers.ranks import Seat, StillGroup, WorkerTeam, World, interleaved
+from accordion.workers.ranks import RankSetup, StillGroup, WorkerTeam, World, interleaved
 
 WARM = 5
 STEPS = 5  # measured steps per turn
@@ -28,10 +28,10 @@ class HostLoop:
     rows of each parameter. The constructor runs `WARM` steps. From then on collectives of the rank's `StillGroup` copy nothing,
     and garbage collections ignore the objects that exist by then."""
 
-    def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
+    def __init__(self, setup: RankSetup, contender: str, rows: int, blocks: int) -> None:
         torch.manual_seed(0)
         self._blocks = blocks
-        self._model = WRAPPERS[contender](NineNet(rows, blocks), seat, False)
+        self._model = WRAPPERS[contender](NineNet(rows, blocks), setup, False)
         self._x = torch.randn(4, 8)
         for _ in range(WARM):  # the engine learns the order of units and allocates buffers
             self._step()

@@ -17,7 +17,7 @@ from accordion.bench.contenders import Loop, Setting, loop_of
 from accordion.bench.meters import Wire
 from accordion.bench.model import batches_of, shape_of
 from accordion.observe.allocations import Allocations
-from accordion.workers.ranks import Seat
+from accordion.workers.ranks import RankSetup
 
 STATUS = Path("/proc/self/status")
 Times = dict[str, float]
@@ -55,13 +55,13 @@ class Trainer:
     """Trains one rank under one contender, and measures losses, times, memory and bytes sent. After each measurement the device
     is idle and its cached memory is freed, for the next contender."""
 
-    def __init__(self, seat: Seat, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]]) -> None:
+    def __init__(self, setup: RankSetup, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]]) -> None:
         """Create the trainer of one rank. `build`: called at once, returns the loop to measure. `batches`: yields the arguments
         of each forward, on the CPU."""
-        self._device, self._batches = seat.device, batches
+        self._device, self._batches = setup.device, batches
         self._num_steps = 0
         # Created before the model, since it does not count storages that exist already.
-        self._allocations = Allocations() if seat.device.type == "cpu" else None
+        self._allocations = Allocations() if setup.device.type == "cpu" else None
         with self._allocations or nullcontext():
             self._loop = build()
 
@@ -150,14 +150,14 @@ class Trainer:
             torch.accelerator.synchronize()
 
 
-def start(seat: Seat, contender: str, setting: Setting) -> Trainer:
+def start(setup: RankSetup, contender: str, setting: Setting) -> Trainer:
     """Build the model of `setting` with weights from its seed, shard or replicate it as `contender` does, and return the
-    `Trainer` of the rank `seat`. Collective."""
+    `Trainer` of the rank `setup`. Collective."""
     shape = shape_of(setting.model)
 
     def build() -> Loop:
         torch.manual_seed(setting.seed)
-        return loop_of(contender, shape.make().to(seat.device).train(), seat, setting)
+        return loop_of(contender, shape.make().to(setup.device).train(), setup, setting)
 
-    batches = batches_of(seat.rank, (setting.batch, setting.seq), shape.vocab)
-    return Trainer(seat, build, batches)
+    batches = batches_of(setup.rank, (setting.batch, setting.seq), shape.vocab)
+    return Trainer(setup, build, batches)

@@ -16,7 +16,7 @@ from accordion.engine.communicator import Communicator
 from accordion.engine.gloo import GlooCommunicator
 from accordion.sequence.exchange import exchange
 from accordion.shard.topology import communicator_over
-from accordion.workers.ranks import Seat
+from accordion.workers.ranks import RankSetup
 
 REPEATS, WARMUPS = 5, 2
 MESSAGE_BYTES = 2**26  # size of the gathered tensor, and of what a rank sends in an all-to-all
@@ -38,9 +38,9 @@ Answer = Mapping[str, Any]
 """The result of `RankExam.gathers` on one rank, as JSON data."""
 
 
-def start(seat: Seat) -> RankExam:
-    """Return the `RankExam` of the rank `seat`. A `WorkerTeam` calls this in each rank's process once the group exists."""
-    return RankExam(seat.rank, seat.num_ranks, seat.device, seat.num_ranks)
+def start(setup: RankSetup) -> RankExam:
+    """Return the `RankExam` of the rank `setup`. A `WorkerTeam` calls this in each rank's process once the group exists."""
+    return RankExam(setup.rank, setup.num_ranks, setup.device, setup.num_ranks)
 
 
 class RankExam:

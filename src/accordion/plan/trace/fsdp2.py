@@ -19,7 +19,7 @@ from accordion.engine.unit import is_layer
 from accordion.errors import UsageError
 from accordion.plan.events import Mark, StepPhase, Streams, Wait
 from accordion.plan.trace.optimizers import OPTIMIZERS
-from accordion.plan.trace.setup import Rig, TrainingSetup
+from accordion.plan.trace.setup import ShardedTraining, TrainingSetup
 from accordion.plan.trace.tracker import Tracker, storages_of
 from accordion.shard.activations import checkpoint_forward
 from accordion.sharding import Sharding
@@ -29,7 +29,7 @@ STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # of FSDP2, in the orde
 FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # fields of `Sharding` that FSDP2 supports
 
 
-def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
+def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> ShardedTraining:
     """Apply FSDP2 to `model` in place, and return its new optimizer with the functions that a trace calls to run steps. Moves
     parameters and buffers to the CPU, uninitialized. Registers hooks that log units in `tracker`. Raises `UsageError` for a
     setting that FSDP2 does not have."""
@@ -40,7 +40,7 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
     apply(model, mesh, run.sharding, run.reshard_root, run.reshard_last)
     model.to_empty(device="cpu")
     optimizer = OPTIMIZERS[run.optimizer].make(model.parameters())
-    return Rig(
+    return ShardedTraining(
         optimizer=optimizer,
         units=[name for name, _ in chosen],
         clip=lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm),

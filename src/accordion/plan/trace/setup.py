@@ -55,7 +55,7 @@ class TrainingSetup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rig:
+class ShardedTraining:
     """The optimizer of a sharded model, and the functions that a trace calls to run training steps."""
 
     optimizer: torch.optim.Optimizer
