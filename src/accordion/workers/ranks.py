@@ -52,7 +52,8 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """Rank, device and `World` of one rank process. `port`: port on 127.0.0.1 of the parent process's `TCPStore`."""
+    """Rank, device and `World` of one rank process. A `WorkerTeam` creates one for each process, and passes it to `make`. `port`:
+    port on 127.0.0.1 of the parent process's `TCPStore`, by which the ranks of a real group find each other."""
 
     rank: int
     device: torch.device
@@ -69,8 +70,9 @@ class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
     processes, as `world` describes, and waits until each has called `make`; it raises `BenchError` if one fails or takes longer
     than `World.timeout_s`. Leaving the context, or `close`, kills the processes.
 
-    `make(setup, *args)` returns the object whose methods `ask` calls, one object in each process. It must be a function of a
-    module, since it is pickled by name. `environ`: environment variables of the processes, set before `make` is called.
+    `make(setup, *args)` is called in each process with its `RankSetup`, once the process group exists, and returns the object
+    whose methods `ask` calls. `make` must be a function or class of a module, since it is pickled by name. `name`: name of the
+    contender in errors. `environ`: environment variables of the processes, set before that; None: none.
     """
 
     def __init__(
@@ -105,8 +107,8 @@ class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
             raise
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call `method(*args)` of each process's object at once; return the results in rank order. If a process fails or does not
-        answer within `World.timeout_s`, kill all processes and raise `BenchError`."""
+        """Call `method(*args)` of each process's object at once; return one result of each process, in rank order. If one raises
+        an exception, ends, or does not answer within `World.timeout_s`, kill all processes and raise `BenchError`."""
         for end in self._ends:
             with contextlib.suppress(OSError):  # `_answers` reports a rank that has died
                 end.send((method, args))
@@ -195,7 +197,8 @@ def _serve(
 
 
 def join(setup: RankSetup) -> None:
-    """Set the device of this process, and initialize its default process group as `setup.world` describes."""
+    """Set the device of this process unless it is a CPU, and initialize its default process group as `setup.world` describes. A
+    real group is collective; for any other, registers the backend `STILL` in this process."""
     if setup.device.type != "cpu":
         torch.accelerator.set_device_index(setup.device.index)
     store: Any
