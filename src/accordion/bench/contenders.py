@@ -28,8 +28,8 @@ OURS = "accordion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The training that all contenders run. `batch`: sequences per rank and step. `seq`: tokens per sequence. `bf16`: compute in
-    bf16 over float32 parameters."""
+    """The training that all contenders run. `model`: a name that `shape_of` takes. `batch`: sequences per rank and step. `seq`:
+    tokens per sequence. `bf16`: compute in bf16 over float32 parameters. `seed`: as in `start`."""
 
     model: str = "gpt-30m"
     batch: int = 2
@@ -40,10 +40,12 @@ class Setting:
 
 
 class Loop:
-    """One contender's training loop on one rank: forward, backward, and a step that also clears the gradients."""
+    """One contender's training on one rank; `loop_of` creates it. For each step call `forward`, `backward` with its loss, and
+    `step`, which also clears the gradients."""
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
-        """Create the loop. `cast`: run forwards under bf16 autocast, for a contender without a mixed-precision policy."""
+        """Create the loop. `cast`: run forwards under bf16 autocast of the device type `device`, for a contender without a
+        mixed-precision policy."""
         self._model, self._optimizer = model, optimizer
         self._autocast = partial(torch.autocast, device, dtype=torch.bfloat16) if cast else contextlib.nullcontext
 
@@ -94,7 +96,7 @@ class DeepSpeedLoop(Loop):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of `model` (found as `shard` finds units), which FSDP1 and FSDP2 wrap one by one."""
+    """Return the repeated blocks of `model`, the units of `only_blocks`, which FSDP1 and FSDP2 wrap one by one."""
     return [module for _, module in choose_units(model, only_blocks())[1:]]
 
 
@@ -171,7 +173,7 @@ def is_ours(name: str) -> bool:
 
 def chosen(against: str) -> tuple[list[str], dict[str, str]]:
     """Return (names of contenders to measure, {name that is left out: reason}). Names are "accordion" and those in `against`,
-    separated by commas, each once. One is left out if its package is not installed. Raises `UsageError` for an unknown name."""
+    separated by commas, each once; a name is left out if its package is not installed. Raises `UsageError` for unknown ones."""
     names = list(dict.fromkeys([OURS, *(name.strip() for name in against.split(",") if name.strip())]))
     for name in names:
         if name not in NAMES:
@@ -182,7 +184,8 @@ def chosen(against: str) -> tuple[list[str], dict[str, str]]:
 
 
 def loop_of(name: str, model: nn.Module, setup: RankSetup, setting: Setting) -> Loop:
-    """Shard or replicate `model`, on the device of `setup`, as contender `name` does; return a `Loop` with AdamW. Collective."""
+    """Shard or replicate `model`, which is on the device of `setup`, as contender `name` does ("plain" and "floor" do neither);
+    return a `Loop` with AdamW. Collective."""
     if name == "deepspeed":
         return deepspeed(model, setting, {})
     if name == FLOOR:
@@ -195,7 +198,7 @@ def loop_of(name: str, model: nn.Module, setup: RankSetup, setting: Setting) -> 
 
 
 def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, offloads: bool = False) -> Loop:
-    """Shard `model` with DeepSpeed's ZeRO-3, and return its `Loop` with torch's fused AdamW. `zero`: entries to add to
+    """Shard `model` with DeepSpeed's ZeRO-3, and return its `Loop` with torch's fused AdamW. `zero`: option -> value to add to
     DeepSpeed's "zero_optimization". `offloads`: True if `zero` keeps the optimizer on the host. Disables all log messages of this
     process up to warnings."""
     logging.disable(logging.WARNING)

@@ -24,7 +24,8 @@ Times = dict[str, float]
 
 
 class Clock:
-    """Clock of one step: `mark` records wall time, CPU time and, on an accelerator, an event; `times` returns the differences."""
+    """Clock of one step. Call `mark` before the forward, after it, after the backward, and after the optimizer's step; then
+    call `times`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._host, self._cpu, self._events = device, list[float](), list[float](), list[Any]()
@@ -38,9 +39,9 @@ class Clock:
             self._events.append(event)
 
     def times(self) -> Times:
-        """Return a dict of seconds, after the fourth and last mark of a step. "forward", "backward", "optimizer" and their sum
-        "step" are device time (on a CPU, wall time). "host" is the wall time of the step, and "cpu" its CPU time on all threads
-        of this process. Call it when an accelerator has run all work up to the last mark."""
+        """Return a dict of seconds. "forward", "backward", "optimizer" and their sum "step" are device time (on a CPU, wall
+        time). "host" is the wall time of the step, and "cpu" its CPU time on all threads of this process. Call `times` when an
+        accelerator has run all work up to the last mark."""
         marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
         parts = [b - a for a, b in pairwise(marks)]
         return {
@@ -52,12 +53,12 @@ class Clock:
 
 
 class Trainer:
-    """Trains one rank under one contender, and measures losses, times, memory and bytes sent. After each measurement the device
-    is idle and its cached memory is freed, for the next contender."""
+    """Trains one rank under one contender. `losses`, `turn` (times), `memory` and `wire` (bytes sent) run steps and measure
+    them; a `WorkerTeam` calls each on all ranks at once. After each, the device is idle and its cached memory is freed."""
 
     def __init__(self, setup: RankSetup, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]]) -> None:
-        """Create the trainer of one rank. `build`: called at once, returns the loop to measure. `batches`: yields the arguments
-        of each forward, on the CPU."""
+        """Create the trainer of one rank. `build`: called at once, returns the loop to measure. `batches`: yields, for each
+        step, the arguments of `Loop.forward`, on the CPU; does not end."""
         self._device, self._batches = setup.device, batches
         self._num_steps = 0
         # Created before the model, since it does not count storages that exist already.
@@ -151,8 +152,8 @@ class Trainer:
 
 
 def start(setup: RankSetup, contender: str, setting: Setting) -> Trainer:
-    """Build the model of `setting` with weights from its seed, shard or replicate it as `contender` does, and return the
-    `Trainer` of the rank `setup`. Collective."""
+    """Build the model of `setting` with weights from its seed (from seed 0 if it is of transformers), shard or replicate it as
+    `contender` does, and return the `Trainer` of this rank. Collective."""
     shape = shape_of(setting.model)
 
     def build() -> Loop:

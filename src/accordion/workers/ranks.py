@@ -52,8 +52,8 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """Rank, device and `World` of one rank process. A `WorkerTeam` creates one for each process, and passes it to `make`. `port`:
-    port on 127.0.0.1 of the parent process's `TCPStore`, by which the ranks of a real group find each other."""
+    """Rank, device and `World` of one rank process. A `WorkerTeam` creates one for each process, and passes it to `make`.
+    `port`: port on 127.0.0.1 of the parent process's `TCPStore`, by which the ranks of a real group find each other."""
 
     rank: int
     device: torch.device
@@ -107,8 +107,8 @@ class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
             raise
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call `method(*args)` of each process's object at once; return one result of each process, in rank order. If one raises
-        an exception, ends, or does not answer within `World.timeout_s`, kill all processes and raise `BenchError`."""
+        """Call `method(*args)` of each process's object at once; return one result of each process, in rank order. If one
+        raises an exception, ends, or does not answer within `World.timeout_s`, kill all processes and raise `BenchError`."""
         for end in self._ends:
             with contextlib.suppress(OSError):  # `_answers` reports a rank that has died
                 end.send((method, args))
