@@ -30,9 +30,9 @@ FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # fields 
 
 
 def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> ShardedTraining:
-    """Apply FSDP2 to `model` in place, and return its new optimizer with the functions that a trace calls to run steps. Moves
-    parameters and buffers to the CPU, uninitialized. Registers hooks that log units in `tracker`. Raises `UsageError` for a
-    setting that FSDP2 does not have."""
+    """Apply FSDP2 to `model` in place, and return its new optimizer with the functions that a trace calls to run steps. Called
+    inside `silenced` and `tracker`. Moves parameters and buffers to the CPU, uninitialized. Registers hooks that log units in
+    `tracker`. Raises `UsageError` for a setting that FSDP2 does not have."""
     chosen = choose_units(model, run.sharding.units)
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
     for i, (_, module) in enumerate(chosen):
@@ -112,7 +112,7 @@ def _no_sync(model: Any) -> Iterator[None]:
 
 def _track_unit(module: nn.Module, unit: int, tracker: Tracker) -> None:
     """Register hooks on `module`, the unit with index `unit`, that log each start of its forward and backward in `tracker`.
-    They log nothing for a forward that is recomputed in the backward."""
+    They log nothing for a forward that is recomputed in the backward. Call this before `fully_shard`."""
 
     def backward(grad: Tensor) -> None:
         place = (StepPhase.BACKWARD, unit)

@@ -162,7 +162,7 @@ def _host_stream(run: TrainingSetup) -> str:
 
 def watch(engine: Engine, tracker: Tracker) -> None:
     """Make `engine` report units and transfers to `tracker`, and set `tracker.axes`, the mesh axis of each communicator.
-    Attaches an observer, and replaces attributes of side streams and methods of buffers of full parameters."""
+    Attaches a `StepTrace`, and replaces attributes of side streams and methods of buffers of full parameters."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:

@@ -33,7 +33,7 @@ CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, forward and
 
 def trace(subject: Subject, run: TrainingSetup) -> Log:
     """Run two training steps of `subject` with the setup `run` on fake tensors, and return the log of the second step, before
-    which the optimizer's states exist already.
+    which the optimizer's states exist already, without work on the host.
 
     Creates a fake process group, and destroys it at the end. Raises `UsageError` if this process has a process group already,
     if the model needs the values of a tensor, if the loss is not one number that requires a gradient, if ranks cannot share its
@@ -74,8 +74,8 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
 
 
 ENGINES: Mapping[str, Any] = {"accordion": own_engine, "fsdp2": fsdp2}
-"""Name -> module with two functions: `silenced` returns a context manager in which collectives send nothing, and `build` shards
-the model and returns a `ShardedTraining`."""
+"""Name -> module with two functions. `silenced(tracker, run)` returns a context manager in which collectives send nothing;
+inside it, `build(model, mesh, run, tracker)` shards the model and returns a `ShardedTraining`."""
 
 
 def _steps(
