@@ -31,7 +31,7 @@ from accordion.options import at_least, read
 from accordion.pages.machine import describe
 from accordion.pages.page import Page, Table, check_folder, spread
 from accordion.pages.stats import extremes, ratio
-from accordion.workers.ranks import Seat, WorkerTeam, interleaved
+from accordion.workers.ranks import RankSetup, WorkerTeam, interleaved
 
 KINDS: Mapping[str, str] = {
     "accordion": "accordion.save and load, with a checksum of every byte that load verifies",
@@ -46,14 +46,14 @@ TENSOR_BYTES = 2**24
 class CheckpointLoop:
     """One rank that saves and loads its shards of a model's state of `num_bytes`, as `kind`, a key of `KINDS`, does."""
 
-    def __init__(self, seat: Seat, kind: str, num_bytes: int, folder: str) -> None:
+    def __init__(self, setup: RankSetup, kind: str, num_bytes: int, folder: str) -> None:
         self._kind, self._folder, self._turn = kind, Path(folder) / kind, 0
-        self._rank, mesh = seat.rank, mesh_of(seat)
+        self._rank, mesh = setup.rank, mesh_of(setup)
         self._model = nn.Module()
         count = max(1, num_bytes // TENSOR_BYTES)
-        rows = TENSOR_BYTES // 4 // 1024 // seat.num_ranks
+        rows = TENSOR_BYTES // 4 // 1024 // setup.num_ranks
         for i in range(count):
-            local = torch.full((rows, 1024), float(i), device=seat.device)
+            local = torch.full((rows, 1024), float(i), device=setup.device)
             self._model.register_parameter(
                 f"w{i}", nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
             )

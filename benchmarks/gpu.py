@@ -41,7 +41,7 @@ from accordion.pages.page import FOLDER, Page, Table, as_text, check_folder, pla
 from accordion.pages.stats import compare_losses, extremes, flat, quartiles, ratio
 from accordion.plan.hardware import GPUS
 from accordion.state import sharded_engine
-from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World
+from accordion.workers.ranks import BenchError, RankSetup, WorkerTeam, World
 
 BF16 = torch.bfloat16
 GIB = 2**30
@@ -181,43 +181,43 @@ class MasterLoop(Loop):
             _torch.foreach_copy_(self._params, self._masters)
 
 
-def trainer_of(seat: Seat, contender: str, case: Case) -> Trainer:
+def trainer_of(setup: RankSetup, contender: str, case: Case) -> Trainer:
     """Build the model of `case`, shard it as `contender` ("plain", "fsdp2" or "accordion") does, and return its `Trainer`."""
 
     def build() -> Loop:
         torch.manual_seed(0)
         by_hand = case.masters and contender == "plain"
-        with torch.device("meta" if case.meta else seat.device):
+        with torch.device("meta" if case.meta else setup.device):
             model = Llama(case.preset, recompute=case.recompute)
             model = model.to(torch.float32 if case.masters and not by_hand else BF16)
-        wrapped = _wrapped(contender, model, seat, case)
+        wrapped = _wrapped(contender, model, setup, case)
         for block in model.blocks if case.compiled else ():
             block.compile(backend=case.compiled)
         if by_hand:
-            return MasterLoop(wrapped, seat.device.type)
+            return MasterLoop(wrapped, setup.device.type)
         params = list(wrapped.parameters())
         optimizer = WideAdam(params) if case.wide else torch.optim.AdamW(params, lr=1e-5, fused=True)
         if contender == OURS:
             optimizer = acc.wrap_optimizer(optimizer, elementwise=True)
-        return Loop(wrapped, optimizer, False, seat.device.type)
+        return Loop(wrapped, optimizer, False, setup.device.type)
 
-    return Trainer(seat, build, batches_of(seat.rank, (case.batch, case.seq), case.preset.vocab))
+    return Trainer(setup, build, batches_of(setup.rank, (case.batch, case.seq), case.preset.vocab))
 
 
-def _wrapped(contender: str, model: nn.Module, seat: Seat, case: Case) -> nn.Module:
+def _wrapped(contender: str, model: nn.Module, setup: RankSetup, case: Case) -> nn.Module:
     if contender == OURS:
         precision = acc.Precision(params=BF16, master=torch.float32 if case.masters else BF16)
-        model = acc.shard(model, mesh_of(seat), precision=precision)
-        if seat.world.group == "fake":  # such a group looks as if all of its ranks were on this machine
+        model = acc.shard(model, mesh_of(setup), precision=precision)
+        if setup.world.group == "fake":  # such a group looks as if all of its ranks were on this machine
             axis = sharded_engine(model, "bench").context.shard
-            axis.one_node = seat.num_ranks <= NODE
+            axis.one_node = setup.num_ranks <= NODE
             # Behave as a group of the device's library, whose copies run on the current stream. Reduces use the same group.
-            axis.gather.is_ordered = seat.device.type != "cpu"
+            axis.gather.is_ordered = setup.device.type != "cpu"
     else:
-        sums_in_float32 = case.masters or seat.num_ranks > 1  # as accordion does; one rank sums nothing
-        model = WRAPPERS[contender](model, seat, sums_in_float32)
+        sums_in_float32 = case.masters or setup.num_ranks > 1  # as accordion does; one rank sums nothing
+        model = WRAPPERS[contender](model, setup, sums_in_float32)
         if case.meta:
-            model.to_empty(device=seat.device)
+            model.to_empty(device=setup.device)
     if case.meta:
         with torch.no_grad():
             for p in model.parameters():
@@ -511,9 +511,9 @@ def _off(planned: float, measured: float) -> str:
 class Wires:
     """One rank that times gathers and reduces with the backend of its device."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._device = seat.device
-        self._link = Communicator(dist.group.WORLD, seat.device)
+    def __init__(self, setup: RankSetup) -> None:
+        self._device = setup.device
+        self._link = Communicator(dist.group.WORLD, setup.device)
 
     def unit(self, num_bytes: int, repeats: int) -> dict[str, list[float]]:
         """Time gather and reduce of a unit of `num_bytes` in bf16. Return "gather", "flat gather", "reduce" and "flat reduce"

@@ -40,7 +40,7 @@ from accordion.pages.page import Page, Table, mebi, spread
 from accordion.pages.stats import Spread, extremes, flat, quartiles
 from accordion.shard.api import shard
 from accordion.state import sharded_engine, synchronize
-from accordion.workers.ranks import BenchError, Seat, WorkerTeam, interleaved
+from accordion.workers.ranks import BenchError, RankSetup, WorkerTeam, interleaved
 
 OURS, HOST, DISK = "accordion", "accordion host", "accordion disk"
 PEER, PEER_HOST = "fsdp2", "fsdp2 host"
@@ -51,12 +51,12 @@ PEERS = {"fsdp2": (PEER, PEER_HOST), "deepspeed": (DEEPSPEED_HOST, DEEPSPEED_DIS
 class OffloadLoop:
     """One rank that trains with state on the device, the host or the disk. `kind`: engine and place, such as "fsdp2 host"."""
 
-    def __init__(self, seat: Seat, kind: str, setting: Setting, folder: str) -> None:
+    def __init__(self, setup: RankSetup, kind: str, setting: Setting, folder: str) -> None:
         torch.manual_seed(setting.seed)
         shape = shape_of(setting.model)
-        self._seat, self._setting, self._vocab, self._num_steps = seat, setting, shape.vocab, 0
+        self._setup, self._setting, self._vocab, self._num_steps = setup, setting, shape.vocab, 0
         self._folder, self._ours, self._stated = folder, kind in (OURS, HOST, DISK), 0
-        self._model = shape.make().to(seat.device).train()
+        self._model = shape.make().to(setup.device).train()
         self._loop = self._build(kind)
         self._train(waits=True)  # the first step: there are no states on the disk to read
         self._before = self._num_steps, self._moved()
@@ -69,21 +69,21 @@ class OffloadLoop:
             zero = {"offload_param": {"device": "cpu"}, "offload_optimizer": place}
             return deepspeed(self._model, setting, zero, offloads=True)
         if kind == PEER:
-            fsdp2(self._model, self._seat, setting.bf16)
+            fsdp2(self._model, self._setup, setting.bf16)
         elif kind == PEER_HOST:
-            _fsdp2_host(self._model, self._seat, setting.bf16)
+            _fsdp2_host(self._model, self._setup, setting.bf16)
         else:
             self._shard(kind)
         optimizer = optimizer_of(self._model.parameters(), setting)
-        return Loop(self._model, wrap_optimizer(optimizer) if self._ours else optimizer, False, self._seat.device.type)
+        return Loop(self._model, wrap_optimizer(optimizer) if self._ours else optimizer, False, self._setup.device.type)
 
     def _shard(self, kind: str) -> None:
         places = {OURS: Offload(), HOST: Offload(params="host", optimizer="host")}
         offload = places.get(kind) or Offload(params="host", optimizer=f"disk:{self._folder}")
         precision = Precision(params=torch.bfloat16) if self._setting.bf16 else Precision()
-        estimate = estimate_memory(self._model, offload, self._seat.num_ranks, precision=precision)
+        estimate = estimate_memory(self._model, offload, self._setup.num_ranks, precision=precision)
         self._stated = estimate.arena + estimate.host_buffers
-        self._model = shard(self._model, mesh_of(self._seat), precision=precision, offload=offload)
+        self._model = shard(self._model, mesh_of(self._setup), precision=precision, offload=offload)
 
     def _tiers(self) -> Tiers | None:
         tiers = sharded_engine(self._model, "bench").context.shard_buffers if self._ours else None
@@ -118,10 +118,10 @@ class OffloadLoop:
 
     def _forward(self) -> Tensor:
         tokens, targets = batch_of(
-            self._num_steps, self._seat.rank, (self._setting.batch, self._setting.seq), self._vocab
+            self._num_steps, self._setup.rank, (self._setting.batch, self._setting.seq), self._vocab
         )
         self._num_steps += 1
-        return self._loop.forward(tokens.to(self._seat.device), targets.to(self._seat.device))
+        return self._loop.forward(tokens.to(self._setup.device), targets.to(self._setup.device))
 
     def _train(self, *, waits: bool) -> dict[str, float]:
         """Run a step, and return a dict of seconds: the "step", its "optimizer" call, and "shown", that call plus waits in the
@@ -177,15 +177,15 @@ def _rows_of(param: nn.Parameter) -> int:
     return local_or_same(param).numel() if whole is None else -(-whole // dist.get_world_size())
 
 
-def _fsdp2_host(model: nn.Module, seat: Seat, bf16: bool) -> None:
+def _fsdp2_host(model: nn.Module, setup: RankSetup, bf16: bool) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=seat.device.type != "cpu")}
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=setup.device.type != "cpu")}
     options |= {"mp_policy": policy} if bf16 else {}
     for block in blocks_of(model):
-        fully_shard(block, mesh=mesh_of(seat), **options)
-    fully_shard(model, mesh=mesh_of(seat), **options)
+        fully_shard(block, mesh=mesh_of(setup), **options)
+    fully_shard(model, mesh=mesh_of(setup), **options)
 
 
 def own_bytes() -> int:

@@ -25,7 +25,7 @@ from accordion.options import read
 from accordion.pages.machine import describe
 from accordion.pages.page import Page, Table, spread
 from accordion.pages.stats import flat, quartiles, ratio
-from accordion.workers.ranks import BenchError, Seat, WorkerTeam, interleaved
+from accordion.workers.ranks import BenchError, RankSetup, WorkerTeam, interleaved
 
 KINDS = ("accordion", "local", "dtensor")
 MAX_NORM = 1.0
@@ -36,11 +36,11 @@ class OptimizerLoop:
     """One rank that clips gradients and steps fused AdamW, with constant gradients. `kind`: "accordion": on shards, with this
     library; "local": on plain copies of the shards; "dtensor": on shards, with torch's operators on DTensors."""
 
-    def __init__(self, seat: Seat, kind: str, setting: Setting) -> None:
+    def __init__(self, setup: RankSetup, kind: str, setting: Setting) -> None:
         torch.manual_seed(setting.seed)
         shape = shape_of(setting.model)
-        self._kind, self._model = kind, ours(shape.make(), seat, setting.bf16)
-        tokens, targets = batch_of(0, seat.rank, (setting.batch, setting.seq), shape.vocab)
+        self._kind, self._model = kind, ours(shape.make(), setup, setting.bf16)
+        tokens, targets = batch_of(0, setup.rank, (setting.batch, setting.seq), shape.vocab)
         loss_of(self._model(tokens), targets).backward()
         self._params: list[nn.Parameter] = list(self._model.parameters())
         if kind == "local":

@@ -18,7 +18,7 @@ from accordion.observe.allocations import Allocations
 from accordion.options import read
 from accordion.pages.machine import describe
 from accordion.pages.page import Page, Table, mebi, spread
-from accordion.workers.ranks import Seat, WorkerTeam, World, interleaved
+from accordion.workers.ranks import RankSetup, WorkerTeam, World, interleaved
 
 SIZES = (8, 64, 512, 4096)
 BLOCKS = 16
@@ -27,10 +27,10 @@ BLOCKS = 16
 class ScaleLoop(HostLoop):
     """A `HostLoop` that also counts the memory of its storages, and messages."""
 
-    def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
+    def __init__(self, setup: RankSetup, contender: str, rows: int, blocks: int) -> None:
         self._meter = Allocations()
         with self._meter:
-            super().__init__(seat, contender, rows, blocks)
+            super().__init__(setup, contender, rows, blocks)
 
     def facts(self) -> dict[str, int]:
         """Run a step, and return a dict: bytes of storages after it ("rest") and at its "peak", bytes "sent", and "launches"."""

@@ -36,7 +36,7 @@ from accordion.pages.machine import describe
 from accordion.pages.page import FOLDER, Page, Table, as_text, check_folder, write
 from accordion.pages.stats import compare_losses
 from accordion.safety.divergence import DivergenceMonitor
-from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World
+from accordion.workers.ranks import BenchError, RankSetup, WorkerTeam, World
 
 SIZES = {"vocab": 512, "width": 256, "blocks": 4, "heads": 4}  # of the GPT that is trained
 STEPS = 4
@@ -139,24 +139,24 @@ def losses_of(num_ranks: int, device: str) -> tuple[dict[str, list[float]], dict
 class SharedDevice:
     """One of several ranks that share a device; `losses` trains a GPT with `sizes`."""
 
-    def __init__(self, seat: Seat, sizes: dict[str, int]) -> None:
-        self._seat, self._sizes = seat, sizes
+    def __init__(self, setup: RankSetup, sizes: dict[str, int]) -> None:
+        self._setup, self._sizes = setup, sizes
 
     def losses(self, strategy: str) -> list[float]:
         """Train a new model under a strategy, or under DistributedDataParallel ("ddp"), and return this rank's losses."""
         torch.manual_seed(0)
-        seat = self._seat
-        model: nn.Module = GPT(**self._sizes).to(seat.device)
+        setup = self._setup
+        model: nn.Module = GPT(**self._sizes).to(setup.device)
         if strategy == "ddp":
-            model = WRAPPERS["ddp"](model, seat, False)
+            model = WRAPPERS["ddp"](model, setup, False)
         else:
-            policy, ranks = strategy_named(strategy), seat.num_ranks
+            policy, ranks = strategy_named(strategy), setup.num_ranks
             sizes, names = ((ranks // 2, 2), ("replicate", "shard")) if policy.hybrid else ((ranks,), ("shard",))
-            mesh = init_device_mesh(seat.device.type, sizes, mesh_dim_names=names)
+            mesh = init_device_mesh(setup.device.type, sizes, mesh_dim_names=names)
             model = acc.shard(model, mesh, strategy=policy, debug="streams")
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
         for step in range(STEPS):
-            tokens, targets = (t.to(seat.device) for t in batch_of(step, seat.rank, (2, 32), self._sizes["vocab"]))
+            tokens, targets = (t.to(setup.device) for t in batch_of(step, setup.rank, (2, 32), self._sizes["vocab"]))
             loss = loss_of(model(tokens), targets)
             loss.backward()
             optimizer.step()
@@ -168,9 +168,9 @@ class SharedDevice:
 class Collectives:
     """Runs each collective on a single rank with its device's backend, and reports the stream on which it ran."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._device = seat.device
-        self._link = Communicator(dist.group.WORLD, seat.device)
+    def __init__(self, setup: RankSetup) -> None:
+        self._device = setup.device
+        self._link = Communicator(dist.group.WORLD, setup.device)
 
     def streams(self) -> dict[str, dict[str, Any]]:
         """Run each collective on the side stream. Returns collective -> {"work": names, "on_side_stream": answer}. The names are

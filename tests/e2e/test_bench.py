@@ -24,7 +24,7 @@ from accordion.bench.host import HostLoop
 from accordion.bench.meters import Wire
 from accordion.bench.model import shape_of
 from accordion.engine import layout
-from accordion.workers.ranks import BenchError, Seat, WorkerTeam, World, interleaved
+from accordion.workers.ranks import BenchError, RankSetup, WorkerTeam, World, interleaved
 
 ONE = World(num_ranks=1)
 
@@ -35,13 +35,13 @@ ONE = World(num_ranks=1)
 class Diary:
     """A program that says when it was asked, and how much of the processor its process took."""
 
-    def __init__(self, seat: Seat, name: str, path: str) -> None:
-        self.seat, self.name, self.path = seat, name, path
+    def __init__(self, setup: RankSetup, name: str, path: str) -> None:
+        self.setup, self.name, self.path = setup, name, path
 
     def turn(self) -> int:
         with open(self.path, "a") as file:
             file.write(self.name)
-        return self.seat.rank
+        return self.setup.rank
 
     def burn(self) -> float:
         start = time.process_time()
@@ -53,7 +53,7 @@ class Diary:
         return time.process_time()
 
     def fails(self) -> None:
-        if self.seat.rank == 1:
+        if self.setup.rank == 1:
             raise ValueError("of no use\nmore")
         dist.barrier()
 
@@ -111,12 +111,12 @@ def test_what_a_rank_sends_is_counted():
 # -- accordion bench
 
 
-def crooked(seat: Seat, contender: str, setting: Setting) -> Any:
+def crooked(setup: RankSetup, contender: str, setting: Setting) -> Any:
     """The trainer, but one contender starts from other weights, and one not at all."""
     if contender == "ddp":
         raise RuntimeError("does not run here")
     seed = 1 if contender == "accordion:no_shard" else 0
-    made = trainer.start(seat, contender, Setting(model=setting.model, batch=1, seq=16, seed=seed))
+    made = trainer.start(setup, contender, Setting(model=setting.model, batch=1, seq=16, seed=seed))
     made.memory = made.turn = None  # type: ignore[assignment,method-assign]
     return made
 

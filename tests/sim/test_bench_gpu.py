@@ -14,7 +14,7 @@ from benchmarks.gpu import Case, trainer_of
 
 from accordion.bench.contenders import OURS
 from accordion.models.llama import LlamaShape
-from accordion.workers.ranks import Seat, WorkerTeam, World
+from accordion.workers.ranks import RankSetup, WorkerTeam, World
 from tests.inside import engine_in
 
 pytestmark = pytest.mark.sim
@@ -23,9 +23,9 @@ pytestmark = pytest.mark.sim
 class OneOfMany:
     """The model of part (b), on one rank of a world that does not exist."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, setup: RankSetup) -> None:
         preset = LlamaShape(vocab=64, hidden=512, layers=1, heads=2, kv_heads=2, mlp=1536)
-        self._trainer = trainer_of(seat, OURS, Case(preset=preset, batch=1, seq=16, meta=True))
+        self._trainer = trainer_of(setup, OURS, Case(preset=preset, batch=1, seq=16, meta=True))
 
     def is_ordered(self) -> list[bool]:
         self._trainer.losses(2)

@@ -7,10 +7,10 @@ import time
 
 from accordion.doctor import ranks
 from accordion.doctor.ranks import RankExam
-from accordion.workers.ranks import Seat
+from accordion.workers.ranks import RankSetup
 
 
-def slow(seat: Seat, name: str = "_gather") -> RankExam:
+def slow(setup: RankSetup, name: str = "_gather") -> RankExam:
     """Return an exam (the measurements of one rank) in which each call of the function `name` of `ranks` takes 2 s longer."""
     plain = getattr(ranks, name)
 
@@ -20,22 +20,22 @@ def slow(seat: Seat, name: str = "_gather") -> RankExam:
 
     setattr(ranks, name, slowed)
     ranks.REPEATS, ranks.WARMUPS = 1, 1
-    return ranks.start(seat)
+    return ranks.start(setup)
 
 
-def slow_exchange(seat: Seat) -> RankExam:
-    return slow(seat, "exchange")
+def slow_exchange(setup: RankSetup) -> RankExam:
+    return slow(setup, "exchange")
 
 
-def wrong_messages(seat: Seat) -> RankExam:
+def wrong_messages(setup: RankSetup) -> RankExam:
     """Return an exam (the measurements of one rank) in which gathers receive zeros from the second rank."""
 
     def broken(link, full, shard, plain=ranks._gather):
         plain(link, full, shard)
-        full.view(seat.num_ranks, -1)[1].zero_()
+        full.view(setup.num_ranks, -1)[1].zero_()
 
     ranks._gather = broken
-    return ranks.start(seat)
+    return ranks.start(setup)
 
 
 class _Dies(RankExam):
@@ -45,5 +45,5 @@ class _Dies(RankExam):
         return super().gathers()
 
 
-def dies(seat: Seat) -> RankExam:
-    return _Dies(seat.rank, seat.num_ranks, seat.device, seat.num_ranks)
+def dies(setup: RankSetup) -> RankExam:
+    return _Dies(setup.rank, setup.num_ranks, setup.device, setup.num_ranks)

@@ -93,8 +93,9 @@ class MemoryOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run `accordion bench` with the arguments `words`: the subcommand that they begin with, or else the comparison. Prints the
-    result, writes it into `FOLDER`, and returns the exit code, 0; `--help` only prints. Raises `UsageError` for wrong words."""
+    """Run `accordion bench` with the arguments `words`: the subcommand that they begin with, or else the comparison. Prints and
+    writes the result as `measure` does, and returns the exit code, 0; `--help` only prints. Raises `UsageError` for wrong
+    arguments, and `BenchError` if a contender fails."""
     name = words[0] if words and not words[0].startswith("-") else ""
     if name:
         check_subcommand(name, SUBCOMMANDS, "accordion bench")
@@ -105,9 +106,9 @@ def run(words: list[str]) -> int:
 
 
 def measure(chosen_options: Any, job: Callable[[Any], Page], command: str = "") -> int:
-    """Run `job(chosen_options)`, print the page that it returns, and write it into `FOLDER`, and as Markdown with `command`
-    into the file of the option `report`, if it is set. Returns 0. Raises `UsageError` before the run if an option is out of its
-    limits, or if one of these folders cannot be written to."""
+    """Run `job(chosen_options)`, print the page that `job` returns, and write it as JSON into `FOLDER`; if the option `report`
+    is set, also as Markdown, with the text `command`, into that file. Creates both folders. Returns 0. Raises `UsageError`
+    before the run if an option is out of its limits, or a folder cannot be written to."""
     check_limits(chosen_options)
     report = getattr(chosen_options, "report", None)
     for folder in (FOLDER, *([] if report is None else [Path(report).parent])):

@@ -26,9 +26,9 @@ class ContenderResult:
     """The figures of one contender. Seconds are means over ranks. Each memory figure is that of the rank with the most.
 
     `times`: name -> spread of seconds over all measured steps; names are "forward", "backward", "optimizer", "step" and "cpu".
-    `steps`, `cpu`: [round][step] -> wall and CPU seconds. `rest_bytes`: memory between steps. `allocated_bytes`,
-    `reserved_bytes`: peaks. `sent_bytes`, `launches`: kind of collective -> bytes sent and number of collectives in a step, of
-    the rank that sends most.
+    `steps`, `cpu`: [round][step] -> seconds, "step" and "cpu" of `Clock.times`. `tokens_per_s`: of all ranks together.
+    `rest_bytes`: memory between steps. `allocated_bytes`, `reserved_bytes`: peaks. `sent_bytes`, `launches`: kind of collective
+    -> bytes sent and number of collectives in a step, of the rank that sends most.
     """
 
     times: dict[str, Spread]
@@ -44,9 +44,9 @@ class ContenderResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All figures of `accordion bench`. `ratios`, `cpu_ratios`: (this engine under one strategy, other contender) or (any
-    contender, "floor") -> the former's wall or CPU time of a step divided by the latter's, as a spread over rounds. `left_out`:
-    contender that did not start -> reason."""
+    """All figures of `accordion bench`. `contenders`: name -> figures. `ratios`, `cpu_ratios`: (this engine under one strategy,
+    other contender) or (any contender, "floor") -> `steps` or `cpu` of the former divided by that of the latter, as a spread
+    over rounds. `left_out`: contender that did not start -> reason. `machine`: from `describe`."""
 
     machine: dict[str, Any]
     setting: Setting
@@ -62,11 +62,12 @@ class Comparison:
 def compare(
     names: Sequence[str], setting: Setting, world: World, rounds: int, make: Callable[..., Trainer]
 ) -> Comparison:
-    """Train under each contender in `names`, compare their losses, then measure each in `rounds` turns of `STEPS` steps.
+    """Train under each contender in `names`, compare their losses, then measure all in `rounds` interleaved turns.
 
     Starts the processes of `world` for each contender, and prints progress. A contender that does not start is left out, unless
-    it is this engine. `make(seat, name, setting)` returns the trainer of one rank; it is pickled by name. Raises `BenchError` if
-    this engine does not start, if losses differ (before times are measured), or if any contender fails after its start.
+    it is this engine. `make(setup, name, setting)` is called on each rank with its `RankSetup`, and returns its trainer; `make`
+    is pickled by name. Raises `BenchError` if this engine does not start, if losses differ too much (before times are
+    measured), or if any contender fails after its start.
     """
     with ExitStack() as stack:
         teams, left_out = [], {}

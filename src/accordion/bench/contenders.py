@@ -21,15 +21,15 @@ from accordion.optimizers.wrap import wrap_optimizer
 from accordion.safety.own_process import keep_freed_memory
 from accordion.shard.api import shard
 from accordion.units import choose_units, only_blocks
-from accordion.workers.ranks import Seat
+from accordion.workers.ranks import RankSetup
 
 OURS = "accordion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The training that all contenders run. `batch`: sequences per rank and step. `seq`: tokens per sequence. `bf16`: compute in
-    bf16 over float32 parameters."""
+    """The training that all contenders run. `model`: a name that `shape_of` takes. `batch`: sequences per rank and step. `seq`:
+    tokens per sequence. `bf16`: compute in bf16 over float32 parameters. `seed`: as in `start`."""
 
     model: str = "gpt-30m"
     batch: int = 2
@@ -40,10 +40,12 @@ class Setting:
 
 
 class Loop:
-    """One contender's training loop on one rank: forward, backward, and a step that also clears the gradients."""
+    """One contender's training on one rank; `loop_of` creates it. For each step call `forward`, `backward` with its loss, and
+    `step`, which also clears the gradients."""
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, cast: bool, device: str) -> None:
-        """Create the loop. `cast`: run forwards under bf16 autocast, for a contender without a mixed-precision policy."""
+        """Create the loop. `cast`: run forwards under bf16 autocast of the device type `device`, for a contender without a
+        mixed-precision policy."""
         self._model, self._optimizer = model, optimizer
         self._autocast = partial(torch.autocast, device, dtype=torch.bfloat16) if cast else contextlib.nullcontext
 
@@ -64,18 +66,18 @@ class FloorLoop(Loop):
     """A `Loop` without communication whose optimizer steps one rank's share of each parameter: the least time that a step of
     sharded training can take on this machine."""
 
-    def __init__(self, model: nn.Module, seat: Seat, setting: Setting) -> None:
+    def __init__(self, model: nn.Module, setup: RankSetup, setting: Setting) -> None:
         params = list(model.parameters())
-        pairs = [(p, p.detach().view(-1).tensor_split(seat.num_ranks)[seat.rank]) for p in params]
+        pairs = [(p, p.detach().view(-1).tensor_split(setup.num_ranks)[setup.rank]) for p in params]
         self._shares = [(nn.Parameter(share), p) for p, share in pairs]  # `share` has the memory of these rows of `p`
         optimizer = optimizer_of([share for share, _ in self._shares], setting)
-        super().__init__(model, optimizer, setting.bf16, seat.device.type)
-        self._seat = seat
+        super().__init__(model, optimizer, setting.bf16, setup.device.type)
+        self._setup = setup
 
     def step(self) -> None:
         for share, param in self._shares:
             if param.grad is not None:
-                share.grad = param.grad.view(-1).tensor_split(self._seat.num_ranks)[self._seat.rank]
+                share.grad = param.grad.view(-1).tensor_split(self._setup.num_ranks)[self._setup.rank]
         super().step()
         self._model.zero_grad()
 
@@ -94,12 +96,12 @@ class DeepSpeedLoop(Loop):
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of `model` (found as `shard` finds units), which FSDP1 and FSDP2 wrap one by one."""
+    """Return the repeated blocks of `model`, the units of `only_blocks`, which FSDP1 and FSDP2 wrap one by one."""
     return [module for _, module in choose_units(model, only_blocks())[1:]]
 
 
-def mesh_of(seat: Seat) -> DeviceMesh:
-    return init_device_mesh(seat.device.type, (seat.num_ranks,))
+def mesh_of(setup: RankSetup) -> DeviceMesh:
+    return init_device_mesh(setup.device.type, (setup.num_ranks,))
 
 
 def optimizer_of(params: Iterable[nn.Parameter], setting: Setting) -> torch.optim.Optimizer:
@@ -110,25 +112,25 @@ def optimizer_of(params: Iterable[nn.Parameter], setting: Setting) -> torch.opti
 # -- models, sharded or replicated
 
 
-def ours(model: nn.Module, seat: Seat, bf16: bool, strategy: str = "full_shard") -> nn.Module:
+def ours(model: nn.Module, setup: RankSetup, bf16: bool, strategy: str = "full_shard") -> nn.Module:
     precision = Precision(params=torch.bfloat16) if bf16 else Precision()
-    if seat.device.type == "cpu":
+    if setup.device.type == "cpu":
         keep_freed_memory()  # as `accordion train` and `accordion run` do
-    return shard(model, mesh_of(seat), strategy=strategy_named(strategy), precision=precision)
+    return shard(model, mesh_of(setup), strategy=strategy_named(strategy), precision=precision)
 
 
-def fsdp2(model: nn.Module, seat: Seat, bf16: bool) -> nn.Module:
+def fsdp2(model: nn.Module, setup: RankSetup, bf16: bool) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh, options = mesh_of(seat), {"mp_policy": policy} if bf16 else {}
+    mesh, options = mesh_of(setup), {"mp_policy": policy} if bf16 else {}
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, **options)  # type: ignore[call-overload]
     fully_shard(model, mesh=mesh, **options)  # type: ignore[call-overload]
     return model
 
 
-def fsdp1(model: nn.Module, seat: Seat, bf16: bool) -> nn.Module:
+def fsdp1(model: nn.Module, setup: RankSetup, bf16: bool) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -137,18 +139,18 @@ def fsdp1(model: nn.Module, seat: Seat, bf16: bool) -> nn.Module:
         model,
         auto_wrap_policy=CustomPolicy(lambda module: id(module) in blocks),
         mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None,
-        device_id=seat.device,
+        device_id=setup.device,
         use_orig_params=True,
     )
 
 
-def ddp(model: nn.Module, seat: Seat, bf16: bool) -> nn.Module:
-    ids = None if seat.device.type == "cpu" else [seat.device]
+def ddp(model: nn.Module, setup: RankSetup, bf16: bool) -> nn.Module:
+    ids = None if setup.device.type == "cpu" else [setup.device]
     return nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
 
 WRAPPERS: Mapping[str, Callable[..., nn.Module]] = {
-    "plain": lambda model, seat, bf16: model,
+    "plain": lambda model, setup, bf16: model,
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp1": fsdp1,
@@ -171,7 +173,7 @@ def is_ours(name: str) -> bool:
 
 def chosen(against: str) -> tuple[list[str], dict[str, str]]:
     """Return (names of contenders to measure, {name that is left out: reason}). Names are "accordion" and those in `against`,
-    separated by commas, each once. One is left out if its package is not installed. Raises `UsageError` for an unknown name."""
+    separated by commas, each once; a name is left out if its package is not installed. Raises `UsageError` for unknown ones."""
     names = list(dict.fromkeys([OURS, *(name.strip() for name in against.split(",") if name.strip())]))
     for name in names:
         if name not in NAMES:
@@ -181,21 +183,22 @@ def chosen(against: str) -> tuple[list[str], dict[str, str]]:
     return [name for name in names if name not in left_out], left_out
 
 
-def loop_of(name: str, model: nn.Module, seat: Seat, setting: Setting) -> Loop:
-    """Shard or replicate `model`, on the device of `seat`, as contender `name` does; return a `Loop` with AdamW. Collective."""
+def loop_of(name: str, model: nn.Module, setup: RankSetup, setting: Setting) -> Loop:
+    """Shard or replicate `model`, which is on the device of `setup`, as contender `name` does ("plain" and "floor" do neither);
+    return a `Loop` with AdamW. Collective."""
     if name == "deepspeed":
         return deepspeed(model, setting, {})
     if name == FLOOR:
-        return FloorLoop(model, seat, setting)
-    wrapped = WRAPPERS[name](model, seat, setting.bf16)
+        return FloorLoop(model, setup, setting)
+    wrapped = WRAPPERS[name](model, setup, setting.bf16)
     optimizer = optimizer_of(wrapped.parameters(), setting)
     if is_ours(name):
         optimizer = wrap_optimizer(optimizer)
-    return Loop(wrapped, optimizer, setting.bf16 and name in CASTS, seat.device.type)
+    return Loop(wrapped, optimizer, setting.bf16 and name in CASTS, setup.device.type)
 
 
 def deepspeed(model: nn.Module, setting: Setting, zero: Mapping[str, Any], *, offloads: bool = False) -> Loop:
-    """Shard `model` with DeepSpeed's ZeRO-3, and return its `Loop` with torch's fused AdamW. `zero`: entries to add to
+    """Shard `model` with DeepSpeed's ZeRO-3, and return its `Loop` with torch's fused AdamW. `zero`: option -> value to add to
     DeepSpeed's "zero_optimization". `offloads`: True if `zero` keeps the optimizer on the host. Disables all log messages of this
     process up to warnings."""
     logging.disable(logging.WARNING)

@@ -16,7 +16,7 @@ from accordion.bench.contenders import WRAPPERS
 from accordion.bench.model import NineNet
 from accordion.errors import UsageError
 from accordion.pages.stats import Spread, extremes, quartiles
-from accordion.workers.ranks import Seat, StillGroup, WorkerTeam, World, interleaved
+from accordion.workers.ranks import RankSetup, StillGroup, WorkerTeam, World, interleaved
 
 WARM = 5
 STEPS = 5  # measured steps per turn
@@ -24,14 +24,14 @@ PEERS = ("fsdp2", "fsdp1")
 
 
 class HostLoop:
-    """Steps (forward and backward) of a model of `blocks` tiny units on one simulated rank, sharded as `contender` does. `rows`:
-    rows of each parameter. The constructor runs `WARM` steps. From then on collectives of the rank's `StillGroup` copy nothing,
-    and garbage collections ignore the objects that exist by then."""
+    """Steps (forward and backward) of a model of `blocks` tiny units on one simulated rank, sharded as `contender` does; `turn`
+    measures them. A `WorkerTeam` takes the class as `make`. `rows`: rows of each parameter. The constructor runs `WARM` steps.
+    Afterwards collectives of a `StillGroup` copy nothing, and garbage collections ignore the objects that exist by then."""
 
-    def __init__(self, seat: Seat, contender: str, rows: int, blocks: int) -> None:
+    def __init__(self, setup: RankSetup, contender: str, rows: int, blocks: int) -> None:
         torch.manual_seed(0)
         self._blocks = blocks
-        self._model = WRAPPERS[contender](NineNet(rows, blocks), seat, False)
+        self._model = WRAPPERS[contender](NineNet(rows, blocks), setup, False)
         self._x = torch.randn(4, 8)
         for _ in range(WARM):  # the engine learns the order of units and allocates buffers
             self._step()
@@ -78,7 +78,7 @@ def check(contenders: Sequence[str]) -> None:
 
 def measure(contenders: Sequence[str], num_ranks: int, rounds: int, *, blocks: int = 32) -> dict[str, HostTime]:
     """Measure the host time of "plain" and of `contenders`, each as rank 0 of `num_ranks` simulated ranks in a new process, with
-    a model of `blocks` units. Returns contender -> time. Raises `BenchError` if a process fails."""
+    a model of `blocks` units, in interleaved rounds. Returns contender or "plain" -> time. Raises `BenchError` if one fails."""
     names, args = ["plain", *contenders], (max(64, num_ranks), blocks)
     world = World(num_ranks=num_ranks, group="still")
     with ExitStack() as stack:
@@ -98,6 +98,7 @@ def summary(turns: dict[str, list[list[float]]]) -> dict[str, HostTime]:
 
 
 def ratio_of(times: Mapping[str, HostTime], ours: str, theirs: str) -> Spread:
-    """Return the spread over rounds of (host time that `ours` adds to "plain") / (host time that `theirs` adds)."""
+    """Return the spread over rounds of (host time that `ours` adds to "plain") / (host time that `theirs` adds). `ours`,
+    `theirs`: contenders, keys of `times`."""
     pairs = zip(times[ours].by_round, times[theirs].by_round, strict=True)
     return extremes([a / b for a, b in pairs])

@@ -28,7 +28,7 @@ class Wire(_torch.DispatchMode):
     kind of collective -> count.
 
     Bytes are those of the best algorithm: (n - 1) / n of the full tensors for an all-gather, a reduce-scatter, an all-to-all
-    and a broadcast, twice that for an all-reduce, the whole message for a send. Traffic of a store is not counted.
+    and a broadcast, twice that for an all-reduce, the whole message for a send. Receives, barriers and a store do not count.
     """
 
     def __init__(self) -> None:

@@ -83,8 +83,8 @@ class NineNet(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchModel:
-    """A model to measure: `make` returns a new one with random weights, `vocab` is the number of its tokens, `batch` and `seq`
-    are the default shape of a batch."""
+    """A model to measure. `make`: returns a new one with random weights; if it is of transformers, first seeds torch's
+    generators with 0. `vocab`: number of its tokens. `batch`, `seq`: default shape of a batch."""
 
     make: Callable[[], nn.Module]
     vocab: int
@@ -102,7 +102,7 @@ GPTS = {
 
 def shape_of(name: str) -> BenchModel:
     """Return the `BenchModel` for `name`: a key of `GPTS`, a preset of `accordion train`, or a folder with a transformers
-    config.json, whose weights are not read. Raises `UsageError` for any other name, or if it is no language model."""
+    config.json, whose weights are not read. Raises `UsageError` for any other name, or a config.json of no language model."""
     if name in GPTS:
         return GPTS[name]
     if name not in TRAINED and not Path(name).is_dir():
@@ -125,7 +125,7 @@ def shape_of(name: str) -> BenchModel:
 
 
 def batch_of(step: int, rank: int, shape: tuple[int, int], vocab: int) -> tuple[Tensor, Tensor]:
-    """Return random (tokens, targets), each of shape `shape` (batch, seq), on the CPU, the same for the same step and rank."""
+    """Return random (tokens, next tokens as targets), each of `shape` (batch, seq), on the CPU, seeded by `step` and `rank`."""
     generator = torch.Generator().manual_seed(1 + 100_000 * step + rank)
     tokens = torch.randint(vocab, (shape[0], shape[1] + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]

@@ -17,14 +17,15 @@ from accordion.bench.contenders import Loop, Setting, loop_of
 from accordion.bench.meters import Wire
 from accordion.bench.model import batches_of, shape_of
 from accordion.observe.allocations import Allocations
-from accordion.workers.ranks import Seat
+from accordion.workers.ranks import RankSetup
 
 STATUS = Path("/proc/self/status")
 Times = dict[str, float]
 
 
 class Clock:
-    """Clock of one step: `mark` records wall time, CPU time and, on an accelerator, an event; `times` returns the differences."""
+    """Clock of one step. Call `mark` before the forward, after it, after the backward, and after the optimizer's step; then
+    call `times`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._host, self._cpu, self._events = device, list[float](), list[float](), list[Any]()
@@ -38,9 +39,9 @@ class Clock:
             self._events.append(event)
 
     def times(self) -> Times:
-        """Return a dict of seconds, after the fourth and last mark of a step. "forward", "backward", "optimizer" and their sum
-        "step" are device time (on a CPU, wall time). "host" is the wall time of the step, and "cpu" its CPU time on all threads
-        of this process. Call it when an accelerator has run all work up to the last mark."""
+        """Return a dict of seconds. "forward", "backward", "optimizer" and their sum "step" are device time (on a CPU, wall
+        time). "host" is the wall time of the step, and "cpu" its CPU time on all threads of this process. Call `times` when an
+        accelerator has run all work up to the last mark."""
         marks = [self._events[0].elapsed_time(e) / 1e3 for e in self._events] if self._events else self._host
         parts = [b - a for a, b in pairwise(marks)]
         return {
@@ -52,16 +53,16 @@ class Clock:
 
 
 class Trainer:
-    """Trains one rank under one contender, and measures losses, times, memory and bytes sent. After each measurement the device
-    is idle and its cached memory is freed, for the next contender."""
+    """Trains one rank under one contender. `losses`, `turn` (times), `memory` and `wire` (bytes sent) run steps and measure
+    them; a `WorkerTeam` calls each on all ranks at once. After each, the device is idle and its cached memory is freed."""
 
-    def __init__(self, seat: Seat, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]]) -> None:
-        """Create the trainer of one rank. `build`: called at once, returns the loop to measure. `batches`: yields the arguments
-        of each forward, on the CPU."""
-        self._device, self._batches = seat.device, batches
+    def __init__(self, setup: RankSetup, build: Callable[[], Loop], batches: Iterator[tuple[Any, ...]]) -> None:
+        """Create the trainer of one rank. `build`: called at once, returns the loop to measure. `batches`: yields, for each
+        step, the arguments of `Loop.forward`, on the CPU; does not end."""
+        self._device, self._batches = setup.device, batches
         self._num_steps = 0
         # Created before the model, since it does not count storages that exist already.
-        self._allocations = Allocations() if seat.device.type == "cpu" else None
+        self._allocations = Allocations() if setup.device.type == "cpu" else None
         with self._allocations or nullcontext():
             self._loop = build()
 
@@ -150,14 +151,14 @@ class Trainer:
             torch.accelerator.synchronize()
 
 
-def start(seat: Seat, contender: str, setting: Setting) -> Trainer:
-    """Build the model of `setting` with weights from its seed, shard or replicate it as `contender` does, and return the
-    `Trainer` of the rank `seat`. Collective."""
+def start(setup: RankSetup, contender: str, setting: Setting) -> Trainer:
+    """Build the model of `setting` with weights from its seed (from seed 0 if it is of transformers), shard or replicate it as
+    `contender` does, and return the `Trainer` of this rank. Collective."""
     shape = shape_of(setting.model)
 
     def build() -> Loop:
         torch.manual_seed(setting.seed)
-        return loop_of(contender, shape.make().to(seat.device).train(), seat, setting)
+        return loop_of(contender, shape.make().to(setup.device).train(), setup, setting)
 
-    batches = batches_of(seat.rank, (setting.batch, setting.seq), shape.vocab)
-    return Trainer(seat, build, batches)
+    batches = batches_of(setup.rank, (setting.batch, setting.seq), shape.vocab)
+    return Trainer(setup, build, batches)

@@ -57,7 +57,7 @@ def run(words: list[str], environ: Mapping[str, str]) -> int:
 
     If `environ` shows that torchrun or srun started this process, examines the ranks of that job instead, all of which call
     this function. Rank 0 prints the findings, and raises `SystemExit(1)` if one is a problem; otherwise each rank returns 0. A
-    rank that fails ends its process. Raises `UsageError` for wrong arguments, and on a rank for which there is no device.
+    rank that fails ends its process. Raises `UsageError` for wrong arguments, and on a machine with more ranks than devices.
     """
     options = flags.read(DoctorOptions, words, "accordion doctor", (DoctorOptions.__doc__ or "").splitlines()[0])
     if options is None:
@@ -92,8 +92,8 @@ def _machine(devices: Devices, num_local: int, options: DoctorOptions) -> list[F
 
 def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptions) -> None:
     """Examine the ranks of a job of torchrun or srun, as its rank `place`; on the first rank of each machine also the machine.
-    Creates and destroys a process group. Collective. Rank 0 prints the findings of all ranks, and raises `SystemExit(1)` if one
-    is a problem."""
+    Creates and destroys a process group. Collective; results go through the job's `store`. Rank 0 prints the findings of all
+    ranks, and raises `SystemExit(1)` if one is a problem."""
     answers = PrefixStore("accordion/doctor", store)
     findings = _machine(devices, place.local_world, options) if place.local_rank == 0 else []
     entries = [asdict(replace(finding, where=socket.gethostname())) for finding in findings]
@@ -127,7 +127,7 @@ def _rank(place: RankPlace, store: Store, devices: Devices, options: DoctorOptio
 
 def examined(run_dir: Path) -> list[Finding]:
     """Return one finding about the run in `run_dir`, in a list: "ok" if no rank has written a failure; else a problem, with the
-    ranks for which others waited, or what each did. Raises `UsageError` if it is no run folder, or a file cannot be read."""
+    ranks for which others waited, or what each did. Raises `UsageError` if `run_dir` is no run folder or cannot be read."""
     config_of_run(run_dir)
     failures = sorted(map(failure_in, run_dir.glob(FILES)), key=lambda failure: failure.rank)
     if not failures:

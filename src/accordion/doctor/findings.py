@@ -23,8 +23,8 @@ class Finding:
     """The result of one check.
 
     `check`: its name, such as `disk.space`. `severity`: `problem` if a training fails or is wrong, `warning` if it is slow or
-    may fail later, `note` if it concerns only some users, else `ok`. `found`: text on the result. `data`: the figures of that
-    text. `means`: the effect on a training. `do`: the remedy, not shown for `ok`. `where`: host name; empty for this host.
+    may fail later, `note` if it concerns only some users, else `ok`. `found`: text on the result. `data`: name -> figure in
+    that text. `means`: the effect on a training. `do`: the remedy, not shown for `ok`. `where`: host name; "" for this host.
     """
 
     check: str

@@ -16,7 +16,7 @@ from accordion.engine.communicator import Communicator
 from accordion.engine.gloo import GlooCommunicator
 from accordion.sequence.exchange import exchange
 from accordion.shard.topology import communicator_over
-from accordion.workers.ranks import Seat
+from accordion.workers.ranks import RankSetup
 
 REPEATS, WARMUPS = 5, 2
 MESSAGE_BYTES = 2**26  # size of the gathered tensor, and of what a rank sends in an all-to-all
@@ -38,15 +38,15 @@ Answer = Mapping[str, Any]
 """The result of `RankExam.gathers` on one rank, as JSON data."""
 
 
-def start(seat: Seat) -> RankExam:
-    """Return the `RankExam` of the rank `seat`. A `WorkerTeam` calls this in each rank's process once the group exists."""
-    return RankExam(seat.rank, seat.num_ranks, seat.device, seat.num_ranks)
+def start(setup: RankSetup) -> RankExam:
+    """Return the `RankExam` of this rank, for a job on one machine: the argument `make` of a `WorkerTeam`."""
+    return RankExam(setup.rank, setup.num_ranks, setup.device, setup.num_ranks)
 
 
 class RankExam:
     """Test of the messages between ranks, as one rank runs it: all ranks of the default process group call `gathers` together.
-    `num_local`: number of ranks on this machine. If it is above 1 and equal on all machines, `gathers` also times an all-to-all
-    between the ranks of each machine."""
+    `num_local`: number of ranks on this machine. If that is above 1 and equal on all machines, `gathers` also times an
+    all-to-all between the ranks of each machine."""
 
     def __init__(self, rank: int, num_ranks: int, device: torch.device, num_local: int) -> None:
         self._rank, self._num_ranks, self._device = rank, num_ranks, device
@@ -132,8 +132,8 @@ def no_group(error: str) -> Finding:
 
 def judged(answers: Sequence[Answer], device_type: str) -> list[Finding]:
     """Return the findings on the process group, on the values of the all-gather, and with several ranks on the rates of the
-    all-gather and, if it was timed, the all-to-all. `answers`: results of `RankExam.gathers`, in rank order. If a rank failed,
-    return only `no_group` with the error of the first one that did."""
+    all-gather and, if it was timed, the all-to-all. `answers`: results of `RankExam.gathers`, in rank order. If ranks failed,
+    return only the finding of `no_group`, with the error of the first of them."""
     errors = [rank for rank, answer in enumerate(answers) if "error" in answer]
     if errors:
         return [no_group(f"{_ranks(errors)} failed: {answers[errors[0]]['error']}")]

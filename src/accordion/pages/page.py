@@ -25,7 +25,8 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """A result to show: tables, and notes below them. `data`: content of its JSON file. `name`: file name without suffix."""
+    """A result to show: tables, and notes below them. `data`: content of the JSON file that `write` creates, any value that
+    `plain_data` takes. `name`: name of that file without suffix."""
 
     name: str
     notes: Sequence[str]
@@ -43,8 +44,8 @@ def mebi(num_bytes: float) -> str:
 
 
 def check_folder(folder: Path) -> Path:
-    """Create `folder` and its parents if they are missing; return it. Raises `UsageError` if it cannot be created or
-    written."""
+    """Create `folder` and its parents if they are missing; return `folder`. Raises `UsageError` if it cannot be created, or no
+    file can be written in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

@@ -34,7 +34,8 @@ def extremes(values: Sequence[float]) -> Spread:
 
 
 def ratio(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> Spread:
-    """Return median, lowest and highest of median(a) / median(b) over rounds. a, b: lists of a round in `ours` and `theirs`."""
+    """Return median, lowest and highest of median(a) / median(b) over rounds. a, b: lists of one round in `ours` and `theirs`,
+    which are [round][measurement]."""
     # By round, since measurements of a round are close in time, and a slow phase of the machine affects both.
     return extremes([median(a) / median(b) for a, b in zip(ours, theirs, strict=True)])
 
@@ -45,7 +46,7 @@ def flat(rounds: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Result of `compare_losses`. `losses`, `tolerance`: its arguments. `wrong`: names of contenders whose losses are wrong."""
+    """Result of `compare_losses`. `losses`, `tolerance`: the arguments. `wrong`: names of contenders whose losses are wrong."""
 
     losses: dict[str, list[float]]
     tolerance: float
@@ -54,8 +55,9 @@ class Verdict:
 
 def compare_losses(losses: dict[str, list[float]], tolerance: float) -> Verdict:
     """Compare each contender's losses with the median over contenders, step by step, and return which are wrong, as a
-    `Verdict`. A contender is wrong if it has no losses, if a loss is not finite, or if one differs from the median by more than
-    `tolerance` times the median. Wrong ones do not count in the medians of later steps. If only two disagree, both are wrong.
+    `Verdict`. A contender is wrong if it has no losses, if a loss is not finite, or if a loss differs from the median by more
+    than `tolerance` times the median. It does not count in the medians of later steps. If only two disagree, both are wrong.
+    A NaN may make the median of its step NaN; then all are wrong.
     `losses`: name of each contender, one or more -> its losses from the first step on; lists may differ in length."""
     wrong = {name for name, values in losses.items() if not values}
     for step in range(max(map(len, losses.values()))):

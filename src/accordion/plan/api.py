@@ -35,8 +35,9 @@ def plan(
     *,
     say: Say = lambda text: None,
 ) -> Plan:
-    """Return a plan: the fastest configuration that fits on the GPUs, with predicted memory and time of a training step. Needs
-    no GPU, no weights and no other rank. If nothing fits, the plan has the configuration that is closest to fitting.
+    """Return a plan: predicted memory and time of a training step, for the configuration that needs least memory of those that
+    fit on the GPUs and are within 2 % of the fastest. If nothing fits, it is the configuration that is closest to fitting.
+    Needs no GPU, no weights and no other rank.
 
     Args:
         subject: the workload; or the name of a language model, a folder with a config.json, or that file.
@@ -44,7 +45,7 @@ def plan(
         sharding: the arguments of `accordion.shard`. A `Sharding` fixes all of them. A mapping (field -> value) fixes the
             fields that it has. Of the other fields, the search chooses strategy, checkpointing, offload and `secondary`; the
             precision is bf16, and the rest have their defaults. None: as an empty mapping.
-        search: the values to try for fields that `sharding` does not fix.
+        search: the values to try for fields that `sharding` does not fix; None: those of `Search()`.
         say: called with a line of text before each trace.
 
     Creates a fake process group during each trace, and destroys it afterwards. Raises `UsageError` if the model cannot be read,

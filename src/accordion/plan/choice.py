@@ -107,7 +107,7 @@ class Choice:
 
     @property
     def shards(self) -> int:
-        """Number of ranks over which parameters are sharded."""
+        """Number of ranks over which the strategy shards: all, or under a hybrid strategy those of one replica."""
         return self.gpus // self.replicas
 
     def but(self, **fields: Any) -> Choice:
@@ -145,8 +145,8 @@ class Search:
         strategies: strategies, or their names.
         checkpointing: values of `Sharding.checkpoint_activations`.
         micro_batches: samples of one rank in one forward.
-        offloads: placements of parameters and states, or texts that describe them; each is tried if the one before it does not
-            fit. Parameters can be offloaded to the host only, and only together with the optimizer states.
+        offloads: placements of parameters and states, or texts that describe them, tried in order until one fits; those that
+            bounds rule out are skipped. Parameters can be offloaded to the host only, and only with the optimizer states.
         activations: placements of the inputs of recomputed units; all but the first are tried only if nothing fits.
         replicas: copies of the model under a hybrid strategy. None: try those that shard each copy over one, two or four nodes.
         copies: also try the fastest configurations with `Sharding.secondary` set to the number of ranks of a node.

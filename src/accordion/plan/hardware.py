@@ -59,7 +59,7 @@ class Gpu:
         link, link_gbps: name of the link between the GPUs of a node, and the peak GB/s that one GPU sends over it.
         source: where the peaks are from.
         host_gbps: peak GB/s to the host, and at the same time as much from the host.
-        products, attention: share of `tflops` that matrix products and the forward of attention reach.
+        products, attention: share of the peak of their dtype that matrix products and the forward of attention reach.
         elementwise: share of `bandwidth_gbps` that element-wise kernels reach.
         slow, fast: the speed of nine in ten steps is between these multiples of the predicted speed.
         rows: number of published steps to which the shares were fitted; 0: the shares are guessed.
@@ -267,8 +267,8 @@ class Cluster:
 
 def gpu_named(name: str, **rates: float) -> Gpu:
     """Return the GPU that the table has under `name` ("h100" or "H100-80GB"), with `rates` in place of its figures. `rates`:
-    any of memory_gib, tflops, bandwidth_gbps and link_gbps. With all four, `name` may be any text. Raises `UsageError` for an
-    unknown name without all four rates, or a rate out of range."""
+    any of memory_gib, tflops, bandwidth_gbps and link_gbps. With all four, `name` may be any text; if the table lacks it,
+    `fp32_tflops` is a 16th of `tflops`. Raises `UsageError` for any other unknown name, or a rate out of range."""
     for key, value in rates.items():
         check_rate(key, value)
     key = name.lower().replace("_", "-").replace(" ", "").removesuffix("gb").replace("rtx-", "rtx")

@@ -54,7 +54,8 @@ NOT_KNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The result of `accordion.plan`. `chosen`: the best configuration. `fits`: True if it fits. `as_dict()`: all figures.
+    """The result of `accordion.plan`. `fits`: True if a configuration fits. `chosen`: the best one, or if none fits, the
+    closest to fitting. `as_dict()`: all figures.
 
     Args:
         task: the workload's model on the meta device, with its loss and batches.
@@ -90,7 +91,7 @@ class Plan:
 
     @property
     def chosen(self) -> Candidate:
-        """Of the candidates that fit on all GPUs and are about as fast as the fastest, the one that needs least memory. If none
+        """Of the candidates that fit on all GPUs and are within 2 % of the fastest, the one that needs least memory. If none
         fits, the one for all GPUs that needs least memory, of those not ruled out by a bound if there are any."""
         if self.found.best is not None:
             return self.found.best
@@ -127,12 +128,14 @@ class Plan:
         return Trace([drawn(self.log, costs, choice.strategy.name)])
 
     def mfu(self, c: Candidate, rate: str = "middle") -> float:
-        """Return FLOP/s of `c`, without recomputation, as a share (0 to 1) of the GPU's bf16 peak. `rate`: key of `c.steps`."""
+        """Return FLOP/s of `c`, without recomputation, as a share (0 to 1) of the GPU's bf16 peak. `rate`: key of `c.steps`,
+        which must not be None."""
         assert c.steps is not None
         return c.steps[rate].flops / c.steps[rate].seconds / (self.cluster.gpu.tflops * 1e12)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the data that `--json` prints: figures of the chosen configuration, and of the others in `candidates`."""
+        """Return the data that `--json` prints (with `--reserve-gb` next to `free_bytes`): name -> figure of the chosen
+        configuration, and as "candidates" a list of those of the others."""
         chosen = self.chosen
         others = [{**self._entry(c), "why": c.why} for c in self.found.candidates if c is not chosen]
         fewest = None if self.found.fewest is None else self._config(self.found.fewest)

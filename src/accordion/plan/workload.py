@@ -40,7 +40,7 @@ class Workload:
         kernels: loss, attention and adapters of a language model.
         optimizer: adamw, adamw_ema, adamw_foreach, sgd, adamw_bf16, adamw_8bit or adamw_4bit.
         engine: "accordion", or "fsdp2" for PyTorch's own `fully_shard`.
-        tokens: tokens of a whole run, to compute its hours and price.
+        tokens: tokens of a whole run (for a module: batches), to compute the hours and price of the run.
     """
 
     model: str | nn.Module
@@ -73,7 +73,7 @@ class TraceableModel:
     Args:
         name: name of the model.
         model: the model on the meta device.
-        subject_for: function of a micro-batch size that returns the training to trace.
+        subject_for: function of a micro-batch size (unused for a module) that returns the training to trace.
         counted: "tokens" or "batches": what the speed in a plan counts per second.
         remarks: texts on how the model is planned, which a plan shows.
         vocab: size of the vocabulary of a language model; 0 for a module.

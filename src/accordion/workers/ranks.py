@@ -51,8 +51,9 @@ class World:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Rank, device and `World` of one rank process. `port`: port on 127.0.0.1 of the parent process's `TCPStore`."""
+class RankSetup:
+    """Rank, device and `World` of one rank process. A `WorkerTeam` creates one for each process, and passes it to `make`.
+    `port`: port on 127.0.0.1 of the parent process's `TCPStore`, by which the ranks of a real group find each other."""
 
     rank: int
     device: torch.device
@@ -69,8 +70,9 @@ class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
     processes, as `world` describes, and waits until each has called `make`; it raises `BenchError` if one fails or takes longer
     than `World.timeout_s`. Leaving the context, or `close`, kills the processes.
 
-    `make(seat, *args)` returns the object whose methods `ask` calls, one object in each process. It must be a function of a
-    module, since it is pickled by name. `environ`: environment variables of the processes, set before `make` is called.
+    `make(setup, *args)` is called in each process with its `RankSetup`, once the process group exists, and returns the object
+    whose methods `ask` calls. `make` must be a function or class of a module, since it is pickled by name. `name`: name of the
+    contender in errors. `environ`: environment variables of the processes, set before that; None: none.
     """
 
     def __init__(
@@ -91,9 +93,9 @@ class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
         num_devices = 0 if world.device_type == "cpu" else torch.accelerator.device_count()
         devices = Devices(world.device_type, num_devices)
         for rank in range(num_processes):
-            seat = Seat(rank=rank, device=devices.at(rank), world=world, port=self._store.port)
+            setup = RankSetup(rank=rank, device=devices.at(rank), world=world, port=self._store.port)
             end, child = context.Pipe()
-            process = context.Process(target=_serve, args=(child, seat, make, args, dict(environ or {})), daemon=True)
+            process = context.Process(target=_serve, args=(child, setup, make, args, dict(environ or {})), daemon=True)
             process.start()
             child.close()
             self._ends.append(end)
@@ -105,8 +107,8 @@ class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
             raise
 
     def ask(self, method: str, *args: Any) -> list[Any]:
-        """Call `method(*args)` of each process's object at once; return the results in rank order. If a process fails or does not
-        answer within `World.timeout_s`, kill all processes and raise `BenchError`."""
+        """Call `method(*args)` of each process's object at once; return one result of each process, in rank order. If one
+        raises an exception, ends, or does not answer within `World.timeout_s`, kill all processes and raise `BenchError`."""
         for end in self._ends:
             with contextlib.suppress(OSError):  # `_answers` reports a rank that has died
                 end.send((method, args))
@@ -159,17 +161,17 @@ def interleaved(teams: Sequence[WorkerTeam], rounds: int, method: str, *args: An
 
 
 def _serve(
-    conn: Connection, seat: Seat, make: Callable[..., Any], args: Sequence[Any], environ: dict[str, str]
+    conn: Connection, setup: RankSetup, make: Callable[..., Any], args: Sequence[Any], environ: dict[str, str]
 ) -> None:
-    """Run a rank process: join the group, call `make(seat, *args)`, then call a method of the object that it returned for each
-    (name, arguments) from `conn`. Answer each call by (True, result) or (False, error as text); the first answer, for `make`,
-    has the result None. Never returns: ends the process when the parent closes its end of `conn`. `environ`: added to
+    """Run a rank process: join the group, call `make(setup, *args)`, then call a method of the object that `make` returned for
+    each (name, arguments) from `conn`. Answer each call by (True, result) or (False, error as text); the first answer, for
+    `make`, has the result None. Never returns: ends the process when the parent closes its end of `conn`. `environ`: added to
     `os.environ` first, as are RANK, LOCAL_RANK and WORLD_SIZE."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills the ranks
-    as_torchrun = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.num_ranks}
+    as_torchrun = {"RANK": setup.rank, "LOCAL_RANK": setup.rank, "WORLD_SIZE": setup.num_ranks}
     os.environ.update({key: str(value) for key, value in as_torchrun.items()} | environ)  # DeepSpeed needs them
     warnings.simplefilter("ignore")
-    torch.set_num_threads(seat.world.threads)
+    torch.set_num_threads(setup.world.threads)
     program: Any = None
 
     def do(task: Callable[[], Any]) -> None:
@@ -183,8 +185,8 @@ def _serve(
 
     def begin() -> None:
         nonlocal program
-        join(seat)
-        program = make(seat, *args)
+        join(setup)
+        program = make(setup, *args)
 
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent is gone
         do(begin)
@@ -194,20 +196,21 @@ def _serve(
     os._exit(0)  # without destructors of groups whose other ranks may be gone
 
 
-def join(seat: Seat) -> None:
-    """Set the device of this process, and initialize its default process group as `seat.world` describes."""
-    if seat.device.type != "cpu":
-        torch.accelerator.set_device_index(seat.device.index)
+def join(setup: RankSetup) -> None:
+    """Set the device of this process unless it is a CPU, and initialize its default process group as `setup.world` describes. A
+    real group is collective; for any other, registers the backend `STILL` in this process."""
+    if setup.device.type != "cpu":
+        torch.accelerator.set_device_index(setup.device.index)
     store: Any
-    kind, group = seat.device.type, seat.world.group
+    kind, group = setup.device.type, setup.world.group
     if group == "real":
-        store = TCPStore("127.0.0.1", seat.port, is_master=False)
-        backend = seat.world.backend or backend_of(kind)
+        store = TCPStore("127.0.0.1", setup.port, is_master=False)
+        backend = setup.world.backend or backend_of(kind)
     else:
         store = _torch.fake_store()
         register_still()
         backend = group if kind == "cpu" else f"cpu:{group},{kind}:{group}"  # also for devices unknown to it
-    dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.num_ranks)
+    dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.num_ranks)
 
 
 # -- a group for host time

@@ -28,8 +28,8 @@ NOT_FOUND = 1  # exit code if nothing fits
 
 def run(words: list[str]) -> int:
     """Print the plan that the arguments `words` describe, and return the exit code: 0, or 1 if nothing fits. A plan that is not
-    in the cache is made and written to it. With --html, also write a page that draws the step; such a plan is not cached. With
-    --help, print only the help. Raises `UsageError` for wrong arguments, and `TaskError` if a task's code fails."""
+    in the cache is made and, unless it is of a task or with --html, written to it. With --html, also write a page that draws
+    the step. With --help, print only the help. Raises `UsageError` for wrong arguments, `TaskError` if a task's code fails."""
     task_words: list[str] = []
     if any(word.startswith("--task") for word in words):
         task_words, words = split_task(words)

@@ -31,8 +31,8 @@ SEARCHED = ("replicas", "accumulate", "global_batch", "no_sync", "expert_paralle
 
 
 def planned(o: Options, task_words: list[str]) -> Plan:
-    """Make and return the plan that the options `o` describe, and print progress to stderr. `task_words`: arguments of the
-    task; [] without a task. Raises `UsageError` for wrong options, and `TaskError` if the task's code fails."""
+    """Make and return the plan that the options `o` describe, and print progress to stderr. `task_words`: the words of options
+    `--task.*`; [] without a task. Raises `UsageError` for wrong options, and `TaskError` if the task's code fails."""
     cluster, sharding = cluster_in(o), sharding_of(o)
     search = Search(
         micro_batches=MICRO_BATCHES if o.micro_batch is None or o.task is not None else [o.micro_batch],
@@ -47,7 +47,7 @@ def planned(o: Options, task_words: list[str]) -> Plan:
 
 
 def workload_of(o: Options, task_words: list[str]) -> Workload:
-    """Return the workload that `o` describes: a language model, or a task with arguments `task_words`. For a task, print the size
+    """Return the workload that `o` describes: a language model, or a task with options `task_words`. For a task, print the size
     of a micro-batch to stderr. Raises `UsageError` for a wrong option or task, and `TaskError` if the task's code fails."""
     model: Any = o.model
     loss: Any = None

@@ -91,9 +91,9 @@ class Costs:
         return max(op.flops / (peak * gpu.products * speed), by_memory, LAUNCH_S) * self.drag
 
     def of_collective(self, c: Collective) -> float:
-        """Return the seconds of one collective of n ranks; 0 if n is 1. They are a latency, plus the time to send (n - 1) / n
-        of its bytes (for a sum twice as many) over the slowest link. For an all-to-all they are the latency, plus the time of
-        the messages inside the node or of those to other nodes, whichever is longer."""
+        """Return the seconds of one collective of n ranks; 0 if n is 1. They are, times `drag`, a latency plus the time to send
+        (n - 1) / n of its bytes (for a sum twice as many) over the slowest link; for an all-to-all, the latency plus the time
+        of the messages inside the node or of those to other nodes, whichever is longer."""
         axis = self.axes[c.axis]
         if axis.ranks == 1:
             return 0.0

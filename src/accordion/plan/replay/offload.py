@@ -250,8 +250,8 @@ def with_host_work(step: Step, work: Mapping[str, float], choice: Choice, num_un
     if it is 0 everywhere, return `step` itself. `num_units`: number of units with state.
 
     The optimizer steps during the next forward, unit by unit. The device always waits for the steps of the first two units, for
-    the last two copies to the host, for the caller's own work on gradients, and for the first copy of parameters in a backward.
-    It waits for other work only if that takes longer than its own work at that time.
+    the last two copies to the host, for the caller's own work on gradients, and if parameters are on the host, for their first
+    copy in a backward. It waits for other work only if that takes longer than the device's own work at that time.
     """
     seconds = {stream: costs.of(Op("", 0.0, round(n), "", stream)) for stream, n in work.items() if n}
     if not seconds:

@@ -83,8 +83,8 @@ def _num_trained(model: nn.Module) -> int:
 
 @lru_cache(4)
 def memory_of(log: Log, enough_bytes: int | None = None) -> MemoryNeed:
-    """Return the memory that the step in `log` needs. If its allocated peak exceeds `enough_bytes`, the allocator is not
-    replayed, and `reserved_bytes` has only the peak, a lower bound, as "at_least"."""
+    """Return the memory that the step in `log` needs. If its allocated peak exceeds `enough_bytes` (None: no limit), the
+    allocator is not replayed, and `reserved_bytes` has only the peak, a lower bound, as "at_least"."""
     peak = peak_of(log)
     if enough_bytes is not None and peak.num_bytes > enough_bytes:
         return MemoryNeed(peak=peak, reserved_bytes={"at_least": peak.num_bytes})

@@ -65,7 +65,8 @@ class Candidate:
 
 
 class Evaluator:
-    """Evaluates choices of a search. Stores their traces in `traces`, and bounds that may rule out later choices."""
+    """Evaluates the choices of one search, and stores their traces in `traces`. Call `candidates` for FULL_SHARD first, whose
+    bounds may rule out other choices; at the end, `verified` chooses. `say`: called with a line of text before each trace."""
 
     def __init__(self, space: Space, say: Say) -> None:
         self._space, self._cluster = space, space.cluster

@@ -19,8 +19,8 @@ class SearchResult:
 
     Args:
         best: of the candidates that fit on all requested GPUs and are within 2 % of the fastest, that with least memory; or None.
-        fewest: the same on the smallest number of GPUs on which any candidate fits; None if none fits, or if only one number of
-            GPUs was tried.
+        fewest: chosen like `best`, of the candidates on the smallest number of GPUs on which any fits; None if none fits, or if
+            only one number of GPUs was tried.
         candidates: all configurations of the search with their figures; `why` of each says why it was not chosen.
         logs: all traced logs, by the choice that was traced.
     """
@@ -32,9 +32,9 @@ class SearchResult:
 
 
 def search_in(space: Space, say: Say = lambda text: None) -> SearchResult:
-    """Evaluate every choice of `space`, and return all candidates and the best. If none fits on all GPUs, also evaluate choices
-    with shared sequences, then those with offloaded activations. If the search has `copies`, also evaluate the fastest that fit
-    with copies in each node. `say`: called with a line of text before each trace. Raises `UsageError` if the space is empty."""
+    """Evaluate all choices of `space`, and return all candidates and the best. If none fits on all GPUs, also evaluate choices
+    with shared sequences; if still none fits, with offloaded activations. If the search has `copies`, also evaluate the fastest
+    that fit with copies in each node. `say`: called with a text before each trace. Raises `UsageError` for an empty space."""
     every = space.choices()
     evaluator = Evaluator(space, say)
     candidates = _evaluated(every, evaluator)

@@ -65,7 +65,7 @@ class Space:
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes per element in the dtype in which the model computes."""
+        """Bytes per element in the dtype in which the model computes; 4 if the precision sets none."""
         return self.precision.params.itemsize if self.precision.params is not None else 4
 
     @property
@@ -94,7 +94,8 @@ class Space:
         )
 
     def choices_over(self, sequence: int) -> Iterator[Choice]:
-        """Yield every choice in which `sequence` ranks share each sequence, without offload of parameters and states."""
+        """Yield every choice in which `sequence` ranks share each sequence, without offload of parameters and states. Leaves
+        out numbers of GPUs that do not suit `sequence` or experts, and on one GPU all strategies but the first and no_shard."""
         search = self.search
         first, inputs = search.strategies[0], Offload(activations=search.activations[0])
         for gpus in [n for n in self.cluster.gpus if n % search.expert_parallel == n % sequence == 0]:

@@ -24,8 +24,8 @@ class Traces:
         self._last: tuple[Choice, Log] | None = None
 
     def of(self, choice: Choice) -> Log:
-        """Return the log of a step of `choice` with parameters and states on the device, whatever its offload. It is
-        extrapolated from the logs of the two smallest micro-batches if possible. Logs that are missing for this are traced."""
+        """Return the log of a step of `choice` with parameters and states on the device, whatever its offload. The log is
+        extrapolated from those of the two smallest micro-batches if possible. Logs that are missing for this are traced."""
         choice = traced_as(choice)
         if choice in self.traced:
             return self.traced[choice]

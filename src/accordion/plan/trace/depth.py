@@ -40,8 +40,8 @@ class EqualBlocks:
 
 def longest_run(model: nn.Module, units: UnitChoice) -> EqualBlocks | None:
     """Return a description of the longest `nn.ModuleList` or `nn.Sequential` of equal blocks in `model`; None if there is none.
-    The container has two or more modules. All are units, inside of no unit but the root, and equal in class, in names and
-    shapes of their parameters, and in number of inner units. `units`: the choice of units, as for `accordion.shard`."""
+    The container has two or more modules. All are units, inside of no unit but the root, and equal in class, in number of inner
+    units, and in names, shapes and `requires_grad` of parameters. `units`: the choice of units, as for `accordion.shard`."""
     names = [name for name, _ in choose_units(model, units)]
     runs: list[EqualBlocks] = []
     for container, holder in model.named_modules():

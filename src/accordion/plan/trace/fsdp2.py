@@ -19,7 +19,7 @@ from accordion.engine.unit import is_layer
 from accordion.errors import UsageError
 from accordion.plan.events import Mark, StepPhase, Streams, Wait
 from accordion.plan.trace.optimizers import OPTIMIZERS
-from accordion.plan.trace.setup import Rig, TrainingSetup
+from accordion.plan.trace.setup import ShardedTraining, TrainingSetup
 from accordion.plan.trace.tracker import Tracker, storages_of
 from accordion.shard.activations import checkpoint_forward
 from accordion.sharding import Sharding
@@ -29,10 +29,10 @@ STREAMS = ("copy in", "gather", "reduce", "all-reduce")  # of FSDP2, in the orde
 FIELDS = ("units", "strategy", "precision", "checkpoint_activations")  # fields of `Sharding` that FSDP2 supports
 
 
-def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
-    """Apply FSDP2 to `model` in place, and return its new optimizer with the functions that a trace calls to run steps. Moves
-    parameters and buffers to the CPU, uninitialized. Registers hooks that log units in `tracker`. Raises `UsageError` for a
-    setting that FSDP2 does not have."""
+def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> ShardedTraining:
+    """Apply FSDP2 to `model` in place, and return its new optimizer with the functions that a trace calls to run steps. Called
+    inside `silenced` and `tracker`. Moves parameters and buffers to the CPU, uninitialized. Registers hooks that log units in
+    `tracker`. Raises `UsageError` for a setting that FSDP2 does not have."""
     chosen = choose_units(model, run.sharding.units)
     tracker.sum_axis = "replicate" if run.strategy.hybrid else "shard"
     for i, (_, module) in enumerate(chosen):
@@ -40,7 +40,7 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
     apply(model, mesh, run.sharding, run.reshard_root, run.reshard_last)
     model.to_empty(device="cpu")
     optimizer = OPTIMIZERS[run.optimizer].make(model.parameters())
-    return Rig(
+    return ShardedTraining(
         optimizer=optimizer,
         units=[name for name, _ in chosen],
         clip=lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm),
@@ -112,7 +112,7 @@ def _no_sync(model: Any) -> Iterator[None]:
 
 def _track_unit(module: nn.Module, unit: int, tracker: Tracker) -> None:
     """Register hooks on `module`, the unit with index `unit`, that log each start of its forward and backward in `tracker`.
-    They log nothing for a forward that is recomputed in the backward."""
+    They log nothing for a forward that is recomputed in the backward. Call this before `fully_shard`."""
 
     def backward(grad: Tensor) -> None:
         place = (StepPhase.BACKWARD, unit)

@@ -31,7 +31,7 @@ from accordion.optimizers.wrap import clip_grad_norm_, wrap_optimizer
 from accordion.plan.events import Axes, Category, Launch, StepPhase, Streams, Wait
 from accordion.plan.trace.experts import ALL_AXES, spread_experts
 from accordion.plan.trace.optimizers import OPTIMIZERS
-from accordion.plan.trace.setup import Rig, TrainingSetup
+from accordion.plan.trace.setup import ShardedTraining, TrainingSetup
 from accordion.plan.trace.tracker import Tracker, storages_of
 from accordion.shard.api import shard_over
 from accordion.sharding import MeshChoice
@@ -41,7 +41,7 @@ from accordion.workers.ranks import Done
 CATEGORIES = {Purpose.GATHERED: Category.GATHERED, Purpose.GRADIENTS: Category.GRADIENTS}
 
 
-def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> Rig:
+def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Tracker) -> ShardedTraining:
     """Shard `model` in place as `accordion.shard` does, and return its new optimizer with the functions that a trace calls to
     run steps. The engine's communicators send nothing; they and observers log to `tracker`. If experts are shared, the forward
     of their modules is replaced. Offload runs in the caller's thread."""
@@ -74,7 +74,7 @@ def build(model: nn.Module, mesh: DeviceMesh, run: TrainingSetup, tracker: Track
                     slot.num_holders = sys.maxsize
     kind = OPTIMIZERS[run.optimizer]
     optimizer = wrap_optimizer(kind.make(model.parameters()), elementwise=kind.elementwise)
-    return Rig(
+    return ShardedTraining(
         optimizer=optimizer,
         units=[unit.name for unit in engine.units],
         clip=partial(clip_grad_norm_, model),
@@ -162,7 +162,7 @@ def _host_stream(run: TrainingSetup) -> str:
 
 def watch(engine: Engine, tracker: Tracker) -> None:
     """Make `engine` report units and transfers to `tracker`, and set `tracker.axes`, the mesh axis of each communicator.
-    Attaches an observer, and replaces attributes of side streams and methods of buffers of full parameters."""
+    Attaches a `StepTrace`, and replaces attributes of side streams and methods of buffers of full parameters."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:

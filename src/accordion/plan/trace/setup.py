@@ -48,18 +48,18 @@ class TrainingSetup:
 
     @property
     def shards(self) -> int:
-        """The number of ranks over which parameters are sharded: all ranks, or those of one replica under a hybrid strategy."""
+        """Number of ranks over which the strategy shards: all, or under a hybrid strategy those of one replica."""
         if not self.strategy.hybrid:
             return self.ranks
         return self.ranks // self.replicas if self.replicas else min(self.ranks, self.node)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rig:
-    """The optimizer of a sharded model, and the functions that a trace calls to run training steps."""
+class ShardedTraining:
+    """What `build` of an engine returns: the optimizer of the sharded model, and functions that a trace calls to run steps."""
 
     optimizer: torch.optim.Optimizer
     units: list[str]  # names of the units, by index
     clip: Callable[[float], object]  # clips the gradients to a total norm
     no_sync: Callable[[], AbstractContextManager[None]]  # context in which gradients accumulate without communication
-    owners: Callable[[], dict[int, int]]  # unit index of each storage that persists between steps, by the storage's key
+    owners: Callable[[], dict[int, int]]  # after a step: storage key -> unit index, of storages that persist

@@ -23,7 +23,7 @@ from accordion.plan.events import Category, Log, StepPhase, without_host
 from accordion.plan.trace import fsdp2, own_engine
 from accordion.plan.trace.experts import EXPERT_DATA_AXIS, EXPERTS_AXIS
 from accordion.plan.trace.sequence import part_of, share_sequences
-from accordion.plan.trace.setup import Rig, Subject, TrainingSetup
+from accordion.plan.trace.setup import ShardedTraining, Subject, TrainingSetup
 from accordion.plan.trace.substitutes import Substitutes
 from accordion.plan.trace.tracker import Tracker
 from accordion.safety.liveness.wording import place_of
@@ -33,7 +33,7 @@ CUBLAS_BYTES = 32 << 20  # workspace of each thread that multiplies, forward and
 
 def trace(subject: Subject, run: TrainingSetup) -> Log:
     """Run two training steps of `subject` with the setup `run` on fake tensors, and return the log of the second step, before
-    which the optimizer's states exist already.
+    which the optimizer's states exist already, without work on the host.
 
     Creates a fake process group, and destroys it at the end. Raises `UsageError` if this process has a process group already,
     if the model needs the values of a tensor, if the loss is not one number that requires a gradient, if ranks cannot share its
@@ -74,29 +74,34 @@ def trace(subject: Subject, run: TrainingSetup) -> Log:
 
 
 ENGINES: Mapping[str, Any] = {"accordion": own_engine, "fsdp2": fsdp2}
-"""Name -> module with two functions: `silenced` returns a context manager in which collectives send nothing, and `build` shards
-the model and returns a `Rig`."""
+"""Name -> module with two functions. `silenced(tracker, run)` returns a context manager in which collectives send nothing;
+inside it, `build(model, mesh, run, tracker)` shards the model and returns a `ShardedTraining`."""
 
 
 def _steps(
-    subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, tracker: Tracker, stand_ins: Substitutes | None
+    subject: Subject,
+    run: TrainingSetup,
+    model: nn.Module,
+    training: ShardedTraining,
+    tracker: Tracker,
+    stand_ins: Substitutes | None,
 ) -> Log:
     workspaces = [torch.empty(CUBLAS_BYTES, dtype=torch.uint8) for _ in range(2)] if run.device == "cuda" else []
     tracker.set_category(workspaces, Category.OTHER)
     tracker.only_memory = True
-    _step(subject, run, model, rig, tracker)
+    _step(subject, run, model, training, tracker)
     tracker.only_memory = False
     # Within a step, memory in reference cycles counts as live, because nobody knows when a collection runs. Between steps it does
     # not. No other collection runs in a trace, so the youngest generation has all of its objects; a full one takes 0.3 s.
     gc.collect(0)
-    owners = rig.owners()
+    owners = training.owners()
     allocs = [(alloc, owners.get(key)) for key, alloc in tracker.live.items()]
     start = len(tracker.events)
-    _step(subject, run, model, rig, tracker)
+    _step(subject, run, model, training, tracker)
     log = Log(
         held=allocs,
         events=tracker.events[start:],
-        units=rig.units,
+        units=training.units,
         substituted=dict(stand_ins.substituted) if stand_ins else {},
         unmodelled={**tracker.unknown_workspaces, **(stand_ins.unmodelled if stand_ins else {})},
         master_bytes=min((p.element_size() for p in model.parameters() if p.is_floating_point()), default=4),
@@ -104,12 +109,12 @@ def _steps(
     return without_host(log)
 
 
-def _step(subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, tracker: Tracker) -> None:
+def _step(subject: Subject, run: TrainingSetup, model: nn.Module, training: ShardedTraining, tracker: Tracker) -> None:
     for i in range(run.accumulate):
         tracker.enter(StepPhase.FORWARD)
         accumulates_locally = run.no_sync or run.strategy.grads is Place.REPLICATE
         without_reduce = accumulates_locally and i + 1 < run.accumulate
-        with rig.no_sync() if without_reduce else nullcontext():
+        with training.no_sync() if without_reduce else nullcontext():
             loss: object = subject.loss(model, part_of(subject.batch(), run.sequence))
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 kind = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
@@ -121,10 +126,10 @@ def _step(subject: Subject, run: TrainingSetup, model: nn.Module, rig: Rig, trac
     for parameter in model.parameters():
         tracker.set_category(parameter.grad, Category.GRADIENTS)
     tracker.enter(StepPhase.STEP)
-    rig.clip(1.0)
+    training.clip(1.0)
     with tracker.new_memory_as(Category.OPTIMIZER):
-        rig.optimizer.step()
-    rig.optimizer.zero_grad()
+        training.optimizer.step()
+    training.optimizer.zero_grad()
 
 
 # -- the mesh and the model
