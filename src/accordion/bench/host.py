@@ -70,7 +70,7 @@ class HostTime:
 def check(contenders: Sequence[str]) -> None:
     """Raise `UsageError` if one of `contenders` does not shard, or cannot be simulated (deepspeed)."""
     for name in contenders:
-        if name in ("plain", "ddp", "deepspeed"):
+        if name in ("plain", "ddp", "deepspeed", "floor"):
             raise UsageError(
                 f"host time is measured for engines that shard, not for {name!r}; take {', '.join(PEERS)} or a strategy."
             )

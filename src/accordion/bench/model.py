@@ -83,8 +83,8 @@ class NineNet(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchModel:
-    """A model to measure. `make`: returns a new one with random weights; if it is of transformers, first seeds torch's
-    generators with 0. `vocab`: number of its tokens. `batch`, `seq`: default shape of a batch."""
+    """A model to measure. `make`: returns a new one with random weights. `vocab`: number of its tokens. `batch`, `seq`: default
+    shape of a batch."""
 
     make: Callable[[], nn.Module]
     vocab: int
@@ -117,7 +117,6 @@ def shape_of(name: str) -> BenchModel:
     def make() -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        torch.manual_seed(0)
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return model
 

@@ -152,8 +152,8 @@ class Trainer:
 
 
 def start(setup: RankSetup, contender: str, setting: Setting) -> Trainer:
-    """Build the model of `setting` with weights from its seed (from seed 0 if it is of transformers), shard or replicate it as
-    `contender` does, and return the `Trainer` of this rank. Collective."""
+    """Build the model of `setting` with weights from its seed, shard or replicate it as `contender` does, and return the
+    `Trainer` of this rank. Collective."""
     shape = shape_of(setting.model)
 
     def build() -> Loop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -57,13 +58,12 @@ def compare_losses(losses: dict[str, list[float]], tolerance: float) -> Verdict:
     """Compare each contender's losses with the median over contenders, step by step, and return which are wrong, as a
     `Verdict`. A contender is wrong if it has no losses, if a loss is not finite, or if a loss differs from the median by more
     than `tolerance` times the median. It does not count in the medians of later steps. If only two disagree, both are wrong.
-    A NaN may make the median of its step NaN; then all are wrong.
     `losses`: name of each contender, one or more -> its losses from the first step on; lists may differ in length."""
     wrong = {name for name, values in losses.items() if not values}
     for step in range(max(map(len, losses.values()))):
         at_step = {name: values[step] for name, values in losses.items() if step < len(values) and name not in wrong}
         if not at_step:
             break
-        middle = median(at_step.values())
+        middle = median([v for v in at_step.values() if math.isfinite(v)] or [math.nan])
         wrong |= {name for name, v in at_step.items() if not abs(v - middle) <= tolerance * abs(middle)}
     return Verdict(losses=losses, tolerance=tolerance, wrong=[name for name in losses if name in wrong])
