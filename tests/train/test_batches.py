@@ -84,6 +84,8 @@ def test_kinds_of_data() -> None:
     assert other.resume({"epoch": 1, "num_batches": 1})
     assert torch.equal(next(other)[0], read[3][0])
     assert not other.resume({"epoch": 1, "num_read": 1})
+    assert not other.resume({"epoch": 1, "num_batches": 3}), "the data have shrunk since"
+    assert torch.equal(next(other)[0], read[0][0])
 
 
 def stateful_loader() -> Any:

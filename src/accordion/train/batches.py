@@ -103,7 +103,10 @@ class LoaderBatches:
         with self._draws.of(self._epoch):
             self._batches = self._begun()
             num_again = 0 if self._is_stateful else self._num_read // self._size
-            return all(next(self._batches, self) is not self for _ in range(num_again))
+            if all(next(self._batches, self) is not self for _ in range(num_again)):
+                return True
+        self._epoch, self._num_read, self._batches = 0, 0, None
+        return False
 
 
 Batches = OrderedBatches | LoaderBatches
