@@ -79,8 +79,8 @@ class BatchSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of a `ds_config.json`, as `read` returns them. Pass `sharding` and the result of `mesh` to `shard`; then call
-    `optimizer` with parameters and `scheduler` with that optimizer. These two are None if the file has none.
+    """The settings of a `ds_config.json`, as `read` returns them. Pass `sharding` and the result of `mesh` to `shard`, then
+    call `optimizer` with parameters and `scheduler` with that optimizer. These two are None if the file has none.
 
     Args:
         clip: largest gradient norm; 0: no clipping.
