@@ -19,8 +19,9 @@ from accordion.train.fit import PACKAGES as TRAINING
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand. It calls `run(arguments)` of the module `accordion.<module>`, or `run(arguments, os.environ)` if
-    `takes_environ`. `needs`: optional packages that it imports. `extra`: the extra with which pip installs these packages."""
+    """A subcommand: calls `run(words)` of the module `accordion.<module>` with the words after its name, or `run(words,
+    os.environ)` if `takes_environ`; this returns the exit code. `needs`: optional packages that it imports. `extra`: the extra
+    with which pip installs these packages."""
 
     about: str
     module: str
@@ -65,8 +66,8 @@ def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | No
 
     Exit codes: 0 for success, 1 for an error of a rank or of this package, 2 for bad input, 3 if ranks diverged, 75 if a signal
     ended training after a save, 130 after Ctrl-C, 128 + n if signal n ended a rank, or the code with which a failed rank
-    exited. Errors of this package are printed to stderr, those of bad input by rank 0 alone; other errors are raised. From then
-    on `sys.stdout` escapes characters that its encoding lacks. `run`: replaces the subcommands, for tests.
+    exited. Errors of this package are printed to stderr, those of bad input by rank 0; other errors are raised. From then on
+    `sys.stdout` escapes characters that its encoding lacks. `run`: for tests, the function (words) -> exit code to call.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):

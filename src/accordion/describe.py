@@ -35,8 +35,8 @@ class UnitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Sizes of a sharded model, printed as a table. `world`: number of ranks. `device`: that of this rank. `unsharded_bytes`:
-    bytes without sharding, of all parameters and, for trained ones, of gradients and two optimizer states."""
+    """Sizes of a sharded model, as `describe` returns them; `print` shows a table. `world`: number of ranks. `device`: that of
+    this rank. `unsharded_bytes`: without sharding, of parameters and, for trained ones, gradients and two optimizer states."""
 
     strategy: str
     world: int

@@ -74,7 +74,8 @@ def num_cores() -> int:
 
 
 class HostCopy:
-    """Copies of small tensors to the host that run while the device computes. `is_ready()`: True if all copies have ended."""
+    """Copies of small tensors to the host that run while the device computes: the constructor begins them, `read` returns the
+    values. `is_ready()`: True if `read` would not wait."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         """Begin to copy `tensors`, all on one device, after the work on its current stream so far. On the CPU, copy nothing."""

@@ -10,11 +10,11 @@ class AccordionError(Exception):
 
 
 class CheckpointError(AccordionError):
-    """A checkpoint cannot be written, or is none, damaged or of another model; the message names what is wrong."""
+    """A checkpoint cannot be written, does not exist, is damaged or is of another model; the message names what is wrong."""
 
 
 class DivergenceError(AccordionError):
-    """Ranks differ in something that must be equal on all of them, or wait for a rank that failed. In general all raise this.
+    """Ranks differ in something that must be equal on all, or wait for a rank that failed. In general all ranks raise this.
 
     `of_rank`: the rank whose failure or end caused this error; None if there is no such rank. `doing`: the collective in which
     this rank was, such as "gathers unit 3 (layers.3) in the forward of step 7"; "" if that is not known.
@@ -42,7 +42,7 @@ class NotInstalledError(UsageError, ImportError):
 
 class NonFiniteError(AccordionError, ArithmeticError):
     """NaN or inf. Raised on every rank: after `shard(debug="finite")`, with the unit and phase in which the first one occurred;
-    by `clip_grad_norm_(error_if_nonfinite=True)`, if the norm is one; and by `accordion train`, if the loss or the norm is."""
+    by `clip_grad_norm_(error_if_nonfinite=True)`, if the norm is NaN or inf; by `accordion train`, if loss or norm is."""
 
 
 MIXED = "got mixed torch.Tensor and DTensor"  # in torch's error if a sharded parameter meets a plain tensor

@@ -16,11 +16,12 @@ from accordion.state import sharded_engine
 def log_norms(model: nn.Module, *, by: Literal["unit", "parameter"] = "unit") -> dict[str, float]:
     """Return name -> norm for the gradients and the trained parameters of a sharded model, to log with any tracker.
 
-    The names are "grad_norm", whose value equals the result of `clip_grad_norm_`; "grad_norm/" + name of a unit, for each unit;
-    and "weight_norm" in the same way. Each value is the 2-norm of the unsharded model's tensors, equal on all ranks; NaN or inf
-    if these have such elements. Frozen parameters are left out, and so are gradient norms if all the gradients are None. Call
-    this after the backward, before `zero_grad`, and before `clip_grad_norm_` to see gradients that are not clipped. Gradients
-    that `no_sync` has summed count after the backward that reduces them.
+    The names are "grad_norm", whose value equals the result of `clip_grad_norm_`; "grad_norm/" + name of a unit, for each unit,
+    "(root)" for the model's own, "(not sharded)" for parameters in no unit; and "weight_norm" in the same way. Each value is
+    the 2-norm of the unsharded model's tensors, equal on all ranks; NaN or inf if these have such elements. Frozen parameters
+    are left out, and so are gradient norms if all the gradients are None. Call this after the backward, before `zero_grad`, and
+    before `clip_grad_norm_` to see gradients that are not clipped. Gradients that `no_sync` has summed count after the backward
+    that reduces them.
 
     Collective: one all-reduce of two numbers per unit. The host waits for the device and for optimizer steps in progress, so do
     not log every step. Offloaded gradients and parameters are read where they are.

@@ -156,11 +156,12 @@ def made(kind: type[T], values: Mapping[str, Any]) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A dataclass field as an option of the command line.
+    """A dataclass field as an option of the command line, as `options_of` returns it; `converted` checks and converts a value.
 
-    `key`: its name in a run file, such as "train.steps". `owner`: the dataclass of the field. `hint`: its type. `group`: title
-    of its group in the help; "" if in no group. `is_place`: True if positional. `choices`: the values that it takes; () if these
-    are not listed. `parse`: function that converts its text; None: the text is converted by type.
+    `key`: its name in a run file, such as "train.steps". `owner`: the dataclass of the field. `hint`: its type. `default`:
+    MISSING if it is required. `group`: title of its group in the help; "" if in no group. `is_place`: True if positional.
+    `choices`: the values that it takes; () if these are not listed. `parse`: function that converts its text; None: the text is
+    converted by type.
     """
 
     key: str

@@ -73,8 +73,8 @@ class ParkedModel(Observer):
         raise parked_error()
 
     def leave(self, take: Allocate) -> None:
-        """Copy all tensors into memory that `take` allocates, subclasses into other host memory, and free them on the device.
-        The model and the optimizer then refer to the copies, and `.grad` of each moved parameter is None."""
+        """Copy all tensors into memory that `take(numel, dtype)` returns, subclasses into other host memory; free them on the
+        device. The model and the optimizer then refer to the copies, and `.grad` of each moved parameter is None."""
         for tensor in self.tensors:
             if not _torch.is_plain(tensor):
                 self._hosts.append(tensor.to("cpu"))

@@ -151,12 +151,12 @@ def chosen(values: Mapping[str, Any], only: Only) -> dict[str, Any]:
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = True, cpu: bool = True, only: Only = None
 ) -> dict[str, Tensor]:
-    """Return the state dict of the unsharded model, gathered one tensor at a time; with `rank0_only`, {} on all ranks but 0.
+    """Return the unsharded model's state dict, gathered one tensor at a time; with `rank0_only`, {} on all but its first rank.
 
-    Collective: call it on every rank. Tied parameters are one tensor under each of their names. `cpu`: copy tensors to the host.
-    `only`: the tensors to gather: "trained", the parameters that require a gradient; a shell pattern of names ("*.lora_*"); or
-    a function (name, tensor) -> bool, the same on all ranks. Raises `UsageError` if `only` chooses none, and for a parameter
-    that is a tensor subclass with an all-gather of its own.
+    Collective: call it on every rank. Tied parameters are one tensor under each of their names. `cpu`: copy tensors to the
+    host. `only`: the tensors to gather: None, all; "trained", the parameters that require a gradient; a shell pattern of names
+    ("*.lora_*"); or a function (name, tensor) -> bool, the same on all ranks; (), none. Raises `UsageError` if another `only`
+    chooses none, and for a parameter that is a tensor subclass with an all-gather of its own.
     """
     engine = sharded_engine(model, "full_state_dict")
     values = chosen(model.state_dict(keep_vars=True), only)

@@ -19,8 +19,8 @@ from accordion.errors import UsageError, nearest
 
 @dataclass(frozen=True, slots=True)
 class MinParams:
-    """A choice of units, made from the leaves up: a module with a forward becomes a unit if it has at least `num_params`
-    parameter elements, not counting those of units that were already chosen inside it."""
+    """A choice of units, made from the leaves up: a module with a forward, and not inside a MultiheadAttention, becomes a unit
+    if it has at least `num_params` parameter elements that are in no unit chosen inside it."""
 
     num_params: int
 

@@ -109,8 +109,8 @@ def on_gradient(tensor: Tensor, function: Callable[[Tensor], Tensor | None]) -> 
 
 
 def hand_over_hooks(old: Tensor, new: Tensor) -> None:
-    """Replace the gradient and post-accumulate hooks of leaf `new` by those of leaf `old`, if it has any. A handle then removes
-    its hook from both leaves."""
+    """Replace the gradient hooks of leaf `new` by those of leaf `old`, if `old` has any, and its post-accumulate hooks
+    likewise. A handle then removes its hook from both leaves."""
     if old._backward_hooks is not None:
         new._backward_hooks = old._backward_hooks
     if old._post_accumulate_grad_hooks is not None:
@@ -157,8 +157,8 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def are_ours(grads: Sequence[Tensor | None]) -> list[bool]:
-    """Return, for each gradient, True if nothing else refers to its memory, so that it may be overwritten. Call it first in the
-    backward of an autograd Function, with its arguments: further references would count as others."""
+    """Return, for each gradient, True if nothing else refers to its memory, so that it may be overwritten; False for None. Call
+    this first in the backward of a `run_at_once` Function, with its arguments: further references would count as others."""
     # autograd may pass one tensor to several nodes (`x + w`) or keep it for a later node, and hooks may have stored it. The
     # reference counts of the Python object, the tensor and the storage show that, as in autograd's own `AccumulateGrad`.
     return [_references(grads, i) in _alone() for i in range(len(grads))]

@@ -57,7 +57,8 @@ def mutated_arguments(func: Any) -> list[str]:
 @contextmanager
 def in_place_on_cpu(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Context manager that replaces composite aten operators on CPU tensors, for all threads. autograd records the operators
-    that a replacement calls. `functions`: name -> replacement. The method that ends this has no public name (2.11 to 2.15)."""
+    that a replacement calls. `functions`: name in aten -> replacement, called with the operator's arguments. The method that
+    removes them has no public name (2.11 to 2.15)."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name, function in functions.items():
@@ -88,6 +89,6 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def without_compile(model: nn.Module) -> nn.Module:
-    """Return the module inside `model`, a wrapper by `torch.compile`; `model` if it is none. No public name (all versions)."""
+    """Return the module inside a `model` that `torch.compile` returned; `model` itself if it is another. No public name."""
     inner = vars(model).get("_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else model

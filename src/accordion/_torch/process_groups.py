@@ -107,7 +107,7 @@ def backend_of(group: Any, device: torch.device) -> str:
 
 
 def timeout_s_of_job() -> float:
-    """Return the timeout in seconds of the job's default process group, or torch's default if it has none. No public name."""
+    """Return the timeout of the job's default process group in seconds; torch's default if it is unknown. No public name."""
     group: Any = torch.distributed.group.WORLD
     types = [] if group is None else group._device_types  # empty for a group written in Python
     options = getattr(group._get_backend(types[0]), "options", None) if types else None

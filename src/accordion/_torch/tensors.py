@@ -17,8 +17,8 @@ plain_attributes = torch._C.DisableTorchFunctionSubclass
 """Context manager class in which attributes of DTensors are read fast, without a search for `__torch_function__`."""
 
 untracked_views = torch._C._AutoDispatchBelowADInplaceOrView
-"""Context manager class in which autograd does not record views as such, so that they take 3 instead of 5.5 us: a write into
-one does not raise the version of its base. No public name (all versions)."""
+"""Context manager class in which autograd does not record views as such, so that they take 3 instead of 5.5 us: a write into a
+view does not raise the version of its base. No public name (all versions)."""
 
 # Documented by torch as a beta interface. One call, and on an accelerator one kernel, for many tensors.
 foreach_add_, foreach_copy_, foreach_mul_ = torch._foreach_add_, torch._foreach_copy_, torch._foreach_mul_

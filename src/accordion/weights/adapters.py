@@ -118,7 +118,7 @@ def _adapters_of(module: nn.Module) -> list[str]:
 
 def _method_of(module: nn.Module) -> Callable[..., Any] | None:
     """Return the method of `module` that resets one adapter, such as `reset_lora_parameters`. Of several, return the one named
-    after the package of the class (`lora`). Return None if there is none."""
+    after the package of the class (`lora`). Return None if there is none, or if none of several is so named."""
     kind = type(module)
     methods = {
         name: getattr(module, name)

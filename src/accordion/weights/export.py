@@ -139,7 +139,8 @@ def _of_adapters(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def load_exported(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Fill a sharded model, or only the adapters of a PEFT model, from a folder that `save_pretrained` wrote. Collective.
-    Raises `CheckpointError` if weights are missing or do not fit; for adapters, if a file is unreadable, empty or has others."""
+    Raises `CheckpointError` if weights are missing or do not fit; for adapters, if a file is unreadable, empty or has weights
+    that the model lacks."""
     if not is_peft(model):
         load_pretrained(model, folder)
         return

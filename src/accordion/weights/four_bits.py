@@ -23,7 +23,7 @@ FourBits = Literal["nf4", "fp4", "nf4-double", "fp4-double"]
 
 
 class FourBitLinear(nn.Linear):
-    """A linear layer with a frozen weight of four bits, in place of the layer `plain`, whose bias parameter it keeps.
+    """A linear layer with a frozen weight of four bits. `quantize` puts it in place of `plain`, whose bias parameter it keeps.
 
     All parameters but the bias are uint8, so that a unit gathers them in one message and no precision casts a scale. Each row
     of `weight` and `absmax` is one block of 64 weights, so that a block and its scale are on one rank:
@@ -101,7 +101,7 @@ class FourBitLinear(nn.Linear):
         return QuantState(absmax.view(-1), offset=values[-1], state2=state2, **about)
 
     def rounded(self, weight: Tensor) -> Tensor:
-        """Return a full plain `weight`, (out, in), as the layer computes with it: quantised and dequantised, in its dtype."""
+        """Return a full plain `weight`, (out, in), as the layer computes with it: quantised, then dequantised to its dtype."""
         from bitsandbytes.functional import dequantize_4bit
 
         packed, absmax = self.packed(weight.reshape(-1, BLOCK))

@@ -95,7 +95,8 @@ class Buffer:
 
 
 class Buffers:
-    """Registers an uninitialised tensor in place of each meta buffer of `model`, and records which of them have got a value."""
+    """The meta buffers of `model`. The constructor, called by `materialised_buffers`, registers an uninitialised tensor in
+    place of each; `note` records which have got a value, and `compute_left` initialises the others."""
 
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model, self._engine = model, engine

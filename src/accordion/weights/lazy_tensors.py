@@ -45,7 +45,7 @@ class Rows:
         return Rows(shape, self.dtype, lambda into, at: self.fill(into.squeeze(dim), (*at[:dim], *at[dim + 1 :])))
 
     def in_blocks(self, size: int) -> Rows:
-        """Return this tensor, (out, width), reshaped to (out * width / size, size), as a lazy tensor."""
+        """Return this (out, width) tensor, reshaped to (out * width / size, size), as a lazy tensor; read whole rows only."""
         width = self.shape[1]
 
         def fill(into: Tensor, at: tuple[int, ...]) -> None:
@@ -174,7 +174,7 @@ LAZY: Mapping[Any, Callable[..., Any]] = {
 
 def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of the torch function `func` as a lazy tensor or a tuple of them. `func` runs on meta tensors now, for
-    their shapes, and on values at each read. A result without tensors is returned as it is."""
+    their shapes, and on values at each read. Any other result is returned as computed from the meta tensors."""
 
     def run(tensor_of: Callable[[Rows], Tensor]) -> Any:
         def replaced(tree: Any) -> Any:

@@ -113,8 +113,8 @@ def load_saved(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _refuse_left(left: list[str], kinds: str, source: str) -> None:
-    """Raise `UsageError` if `left`, names of tensors without a value, is not empty. `kinds`, `source`: what they are, and where
-    values were sought, for the message."""
+    """Raise `UsageError` if `left`, names of tensors without a value, is not empty. For the message, `kinds`: plural noun for
+    these tensors; `source`: where values were sought."""
     if left:
         raise UsageError(
             f"{len(left)} {kinds} of the meta device are not in {source}, and no module computes them: {', '.join(left)}; "
@@ -180,7 +180,7 @@ class StoredRows:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """The tensors of a folder matched with those of a model."""
+    """The tensors of a folder matched with those of a model, as `match` returns them."""
 
     stored: dict[str, StoredRows]  # by the model's names
     first: dict[int, str]  # id of a model's tensor -> the first of its names in `stored`
@@ -215,7 +215,7 @@ def _fitting(
 def match(model: nn.Module, folder: Path, stored: Mapping[str, Rows], ignore: list[str]) -> Matched:
     """Match the tensors `stored` (name in `folder` -> lazy tensor) with those of `model`. Reads no values. Raises
     `CheckpointError` if a tensor is missing on either side or does not fit. `ignore`: shell patterns of names that may be
-    missing; a tensor of `model` that matches one is left out."""
+    missing; a tensor of `model` whose name matches a pattern is left out."""
     wanted = names_of(model)
     for name, layer in four_bit_layers(model).items():  # folders have one plain tensor for the weight and its scales
         for scales in ("absmax", "nested"):
@@ -299,7 +299,7 @@ def _misfits(tensors: Mapping[str, StoredRows], wanted: Mapping[str, Tensor]) ->
 
 
 def equal_rows(a: Rows, b: Rows) -> bool:
-    """Return True if `a` equals `b`, of one shape, cast to `a.dtype`. Reads at most 16 MiB of each at a time, or one row."""
+    """Return True if `a` equals `b`, of equal shape, cast to `a.dtype`. Reads at most 16 MiB of each at a time, or one row."""
     if not a.shape:
         return torch.equal(a.whole(), b.whole())
     step = max(1, COMPARE_BYTES // max(1, a.shape[1:].numel() * a.dtype.itemsize))

@@ -34,7 +34,7 @@ class Receivers(NamedTuple):
 
 
 class WeightStream(Observer):
-    """An iterable of (name, full tensor) that `stream_weights` returns; to iterate it a second time raises `UsageError`.
+    """An iterable of (name, full tensor) that `stream_weights` returns, for one iteration; a second one raises `UsageError`.
 
     The engine closes an open stream before this rank begins a forward, a backward or another collective. Closing takes part in
     the gathers that are left, so that all ranks make the same ones whatever each consumes. `digests`: name of an item -> 0-d
@@ -130,11 +130,13 @@ def stream_weights(
 
     Args:
         bucket_bytes: memory of one bucket, with all that its gather needs; a larger tensor is a bucket of its own.
-        ranks: the global ranks that receive. The others only send: their loops have no iterations.
+        ranks: "all", "first" (the model's first rank) or the global ranks that receive. The loops of others have no iterations.
         dtype: of floating-point parameters, cast before they are sent (merged weights: after); by default that of the shards.
-        changed_since: an earlier stream of this model to the same ranks: only tensors whose bits, in `dtype`, have changed
-            since are delivered. "start": deliver all, and keep the digests that a later stream compares.
-        adapters: of a PEFT model: "merged" into the weights, with the names of the base model; or "alone", as PEFT saves them.
+        changed_since: "start": deliver all, and keep the digests that a later stream compares. An earlier stream of this model
+            to the same ranks that kept digests: deliver only tensors whose bits, in `dtype`, have changed since, or that a
+            consumer did not receive then, and keep digests. None: deliver all, keep none.
+        adapters: of a PEFT model: "merged" into the weights, with the names of the base model; or "alone": only what PEFT saves
+            for the active adapter.
     """
     engine = sharded_engine(model, "stream_weights")
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -229,8 +231,8 @@ class RowGather:
         return out, sent.repeat(sum(to)) if sum(to) > 1 else sent, received, [sent.numel() * each for each in to]
 
     def full(self) -> Tensor:
-        """Return the full tensor, contiguous, in memory of its own, after all collectives. Collective with tensor
-        parallelism."""
+        """Return the full tensor, contiguous, in memory of its own. Call this after all collectives, if `receives` is True.
+        Collective with tensor parallelism."""
         cut, around, rows = self._part.cut, self._part.around, self._rows[-1]
         full = rows if cut.dim is None else rows[: cut.rows].movedim(0, cut.dim)
         full = full.contiguous() if self.levels else full.clone(memory_format=torch.contiguous_format)

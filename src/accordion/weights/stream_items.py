@@ -38,8 +38,8 @@ class ItemPart:
 
     @classmethod
     def of_param(cls, param: Param, dtype: torch.dtype | None = None) -> ItemPart:
-        """Return the part that sends `param` in `dtype`, None for its own. Raises `UsageError` if `param` is a tensor subclass
-        with its own all-gather."""
+        """Return the part that sends `param` in `dtype` (None: the shard's). Raises `UsageError` if `param` is a tensor
+        subclass with its own all-gather."""
         refuse_own_gather(param)
         return cls(param.sharded, dtype or param.dtype, param.cut, param.context, param.around)
 
@@ -66,7 +66,8 @@ def items_of(model: nn.Module, engine: Engine, dtype: torch.dtype | None, adapte
     transformers or PEFT gives them in files (for other models, those in `state_dict()`).
 
     `dtype`: of floating-point parameters; None: that of their shards. `adapters`: of a PEFT model: "merged" into the weights of
-    the layers that they wrap, or "alone", as PEFT saves them. Raises `UsageError` for tensors that cannot be streamed.
+    the layers that they wrap, or "alone": only what PEFT saves for the active adapter. Raises `UsageError` for tensors that
+    cannot be streamed.
     """
     layers: dict[str, Any] = {}
     if adapters == "alone":
@@ -152,7 +153,8 @@ def _merged_item(engine: Engine, name: str, layer: Any, dtype: torch.dtype | Non
 
 
 def _merge(engine: Engine, layer: Any, params: Sequence[Param], fulls: Sequence[Tensor]) -> Tensor:
-    """Return the weight of a PEFT layer with its active adapters merged, by PEFT's code. The result overwrites `fulls[0]`."""
+    """Return the weight of a PEFT layer with its active adapters merged, by PEFT's code. `fulls`: full tensors of `params`, the
+    weight first; the result overwrites `fulls[0]`."""
     full_params = [nn.Parameter(full, requires_grad=False) for full in fulls]
     by_id = {id(param): full for param, full in zip(params, full_params, strict=True)}
     with torch.no_grad(), shown(engine, by_id):

@@ -56,9 +56,9 @@ class Full:
 
 
 class Fulls(_torch.DispatchMode):
-    """Dispatch mode that gives memory to full tensors while an operator uses them. `replace` registers full tensors. Before an
-    operator runs, those among its arguments get memory, filled from the shards if the operator reads them (collective). Those
-    of earlier operators are written to the shards and freed."""
+    """Dispatch mode of `init_mode` that gives memory to full tensors while an operator uses them. `replace` registers full
+    tensors. Before an operator runs, those among its arguments get memory, filled from the shards if the operator reads them
+    (collective). Those of earlier operators are written to the shards and freed."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -154,9 +154,9 @@ def init_mode(
 ) -> Iterator[Fulls]:
     """Context manager that yields `Fulls`: inside, parameters are plain full tensors, and writes into them reach the shards.
 
-    Collective; every rank must write the same values. `only`: ids of the sharded parameters that are written; values for others
-    are dropped. `drafts`: places (module, attribute) of tied parameters that get a separate full tensor, whose values are
-    dropped, as on one device if parameters are tied after an init. Raises `UsageError` inside `full_params` or another
+    Collective; every rank must write the same values. `only`: ids of the sharded parameters that are written, None for all;
+    values for others are dropped. `drafts`: places (module, attribute) of tied parameters that get a separate full tensor,
+    whose values are dropped, as on one device if an init ties later. Raises `UsageError` inside `full_params` or another
     `init_mode`, and at the end if a parameter was removed or replaced by one of another shape, or a tied one was replaced.
     """
     engine = sharded_engine(model, "init_mode")

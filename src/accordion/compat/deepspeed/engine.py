@@ -31,7 +31,7 @@ LATEST = "latest"  # the file with the tag of the newest checkpoint in a folder
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
     """Create the process group; do nothing if there is one. `dist_backend`: as in `dist.init_process_group`. Of `options`, only
-    `timeout`, `rank` and `world_size` are used."""
+    `timeout`, `rank` and `world_size` are used, unless they are None or -1."""
     if not dist.is_initialized():
         used = {key: options[key] for key in ("timeout", "rank", "world_size") if options.get(key) not in (None, -1)}
         dist.init_process_group(dist_backend, **used)
@@ -69,10 +69,12 @@ def initialize(
 
     Args:
         config: the path of a ds_config.json, or its content; by default `config_params`, then `args.deepspeed_config`.
-        model_parameters: parameters of `model` before it is sharded, or groups of them; by default all that require gradients.
+        model_parameters: parameters of `model`, (name, parameter) pairs or param groups, as they were before this call; by
+            default all parameters that require gradients. Not used if `optimizer` is an optimizer.
         optimizer: an optimizer without state, whose own parameters are replaced by their shards, or a function that is called
-            with `model_parameters`; by default the one in the configuration.
-        lr_scheduler: a scheduler, or a function of the optimizer; by default the configuration's, if any.
+            with a list of the sharded `model_parameters`; by default the configuration's.
+        lr_scheduler: a scheduler, or a function that is called with the returned optimizer; by default the configuration's, or
+            None if it has none.
         training_data: dataset of which the loader gives each rank its micro-batches; without one, the loader is None.
         mpu, mesh_param: refused, because there is no model parallelism.
     """
@@ -101,8 +103,8 @@ def initialize(
 
 def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings: Settings) -> Optimizer:
     """Return the optimizer for the sharded `model`. If `choice` is an optimizer, put sharded parameters in place of its old
-    ones, and return it. Otherwise call `choice`, or the optimizer in `settings` if it is None, with the sharded `groups` (None:
-    all parameters that require gradients). Raises `UsageError` for an optimizer with state, or if there is none."""
+    ones, and return it. Otherwise call `choice` (None: the optimizer in `settings`) with a list of the sharded `groups`, param
+    groups or parameters (None: all that require gradients). Raises `UsageError` without an optimizer, or if it has state."""
     if isinstance(choice, Optimizer):
         if choice.state:
             raise UsageError("initialize() got an optimizer with state; pass a new one, or a function that makes it.")
@@ -123,7 +125,7 @@ def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings
 
 
 def _sharded(param: Any) -> nn.Parameter:
-    """Return the shard that has replaced `param`, a parameter or (name, parameter) pair; without one, the parameter itself."""
+    """Return the shard that has replaced `param`, a parameter or (name, parameter) pair; the parameter itself if none has."""
     before = param[1] if isinstance(param, tuple) else param
     sharded: nn.Parameter = vars(before).get("moved_to", before)
     return sharded
@@ -163,7 +165,7 @@ class DeepSpeedEngine(nn.Module):
     def step(self) -> None:
         """Count a micro-batch; call this after each backward. After the last micro-batch of a step, also clip gradients, step
         optimizer and scheduler, and clear gradients. Under fp16, a step with gradients that are not finite is skipped and
-        counted in `skipped_steps`, and a dynamic loss scale is lowered; `AccordionError` is raised if it was the least one."""
+        counted in `skipped_steps`, and a dynamic loss scale is lowered; at its minimum, `AccordionError` is raised."""
         boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         if not boundary:
@@ -185,7 +187,7 @@ class DeepSpeedEngine(nn.Module):
         self.optimizer.zero_grad(set_to_none)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return True if the current micro-batch is the last of its step."""
+        """Return True if the micro-batch that the next call of `step` counts is the last of its optimizer step."""
         return (self.micro_steps + 1) % self.sizes.accumulation == 0
 
     def gradient_accumulation_steps(self) -> int:

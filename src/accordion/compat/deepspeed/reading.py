@@ -79,7 +79,8 @@ class BatchSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of a `ds_config.json`.
+    """The settings of a `ds_config.json`, as `read` returns them. Pass `sharding` and the result of `mesh` to `shard`, then
+    call `optimizer` with parameters and `scheduler` with that optimizer. These two are None if the file has none.
 
     Args:
         clip: largest gradient norm; 0: no clipping.
@@ -146,8 +147,8 @@ class Settings:
 def read(source: str | Path | Mapping[str, Any], *, auto: Mapping[str, Any] | None = None) -> Settings:
     """Read the `ds_config.json` at the path `source`, or a dict of its content, and return its `Settings`. Needs no DeepSpeed.
     `auto`: dotted key -> value for keys that are `"auto"`, which the Hugging Face Trainer would fill from its arguments;
-    docs/compat_deepspeed.md lists what other keys become. Logs the keys that are not needed here. Raises `UsageError` if the
-    file cannot be read, or if a key or value is wrong or not supported."""
+    docs/compat_deepspeed.md lists what an "auto" without an entry becomes. Logs the keys that are not needed here. Raises
+    `UsageError` if the file cannot be read, or if a key or value is wrong or not supported."""
     auto = auto or {}
     values = dict(_flat(_content(source)))
     keys = {name: _key(name, value) for name, value in {**dict.fromkeys(auto), **values}.items()}

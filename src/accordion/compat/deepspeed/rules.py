@@ -152,7 +152,7 @@ class Scheduled(LRScheduler):
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch's GradScaler with DeepSpeed's fixed and least scale. Off unless `fp16`, that section of the file, enables it."""
+    """torch's GradScaler with DeepSpeed's fixed and least scale. `fp16`: key -> value of the file's section; {}: off."""
 
     def __init__(self, fp16: Mapping[str, Any], device_type: str) -> None:
         self._fixed = float(fp16.get("loss_scale", 0)) or None
@@ -166,7 +166,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Update the scale after a step, not below `min_loss_scale`; a fixed scale stays. `new_scale`: set this scale instead.
-        Raises `AccordionError`, on all ranks, if gradients overflow at that least scale, unless the scale is fixed."""
+        Raises `AccordionError`, on all ranks, if gradients overflow at `min_loss_scale`, unless the scale is fixed."""
         before = self.get_scale()
         super().update(self._fixed if new_scale is None else new_scale)
         if not self.is_enabled() or new_scale is not None or self.get_scale() >= min(before, self._least):

@@ -74,9 +74,10 @@ class Arguments:
         return config.FULL_SHARD if self.sharding_strategy is None else STRATEGIES[self.sharding_strategy.name]
 
     def mesh(self) -> DeviceMesh | None:
-        """Return the mesh for `shard`: `device_mesh`, or a mesh of `process_group`. If neither was passed, return None, which
-        means all ranks; but for a hybrid strategy, create a mesh (a collective) that shards over the accelerators of a host, or
-        over all ranks on CPUs, and replicates over hosts. Raises `UsageError` if the strategy cannot use `process_group`."""
+        """Return the mesh for `shard`: `device_mesh`, or a mesh of `process_group`, which is (group that shards, group that
+        replicates) for a hybrid strategy. If neither was passed, return None, which means all ranks; but for a hybrid strategy,
+        create a mesh (a collective) that shards over the accelerators of a host, or over all ranks on CPUs, and replicates over
+        hosts. Raises `UsageError` if the strategy cannot use `process_group`."""
         hybrid = self.strategy.hybrid
         if self.device_mesh is not None:
             return self.device_mesh

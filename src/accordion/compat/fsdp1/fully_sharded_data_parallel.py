@@ -174,7 +174,7 @@ class FullyShardedDataParallel(StateDicts):
 
 def _check(module: nn.Module, policy: Any) -> None:
     """Raise `UsageError` if `module` cannot be wrapped: it contains wrappers and a `policy` was passed; a wrapper in it has an
-    engine already; or it is a ModuleList or ModuleDict with parameters or a policy, which has no forward to gather them."""
+    engine already; or it is a ModuleList or ModuleDict (no forward gathers) with a policy or parameters outside of wrappers."""
     inside = wrappers_in(module)
     if inside and policy is not None:
         raise UsageError(
@@ -215,8 +215,9 @@ def _full(top: nn.Module, engine: Engine, writeback: bool, with_grads: bool) -> 
 
 def _auto_wrap(root: nn.Module, policy: Any, arguments: dict[str, Any]) -> None:
     """Replace the submodules of `root` that `policy` chooses by wrappers with `arguments`, children before parents. `policy`: a
-    function (module=, recurse=, nonwrapped_numel=) -> bool, or a policy object of torch. If `arguments` ask for mixed
-    precision, batch norms are wrapped too, without mixed precision, as in torch. Raises `UsageError` for another `policy`."""
+    policy object of torch, or a function (module=, recurse=, nonwrapped_numel=) -> bool: with recurse=True if modules inside
+    `module` may be wrapped, else if `module` is. If `arguments` ask for mixed precision, batch norms are wrapped too, without
+    mixed precision, as in torch. Raises `UsageError` for another `policy`."""
     mixed = arguments.get("mixed_precision")
     exempt = () if mixed is None else tuple(_torch.classes_without_mixed_precision(mixed))
     if _torch.is_wrap_policy(policy):
@@ -247,8 +248,8 @@ def _by_function(
     targets: dict[nn.Module, dict[str, Any]] = {}
 
     def visit(module: nn.Module) -> int:
-        """Add the modules in `module` that `policy` chooses to `targets`, children first. Return the number of parameter
-        elements in the chosen ones."""
+        """Add those of `module` and the modules inside it that `policy` chooses, but not `root`, to `targets`, children first.
+        Return the number of parameter elements in the chosen modules."""
         num_elements = sum(p.numel() for p in module.parameters() if id(p) not in ignored)
         if not policy(module=module, recurse=True, nonwrapped_numel=num_elements):
             return 0

@@ -218,7 +218,7 @@ def _hidden(root: nn.Module, ignored: set[int]) -> Iterator[None]:
 def _materialise(root: nn.Module, on_meta: set[int], wrappers: Sequence[Wrapper]) -> None:
     """Initialise the modules of the sharded `root` whose ids are in `on_meta`. Collective. If all modules with parameters are
     on the meta device and no wrapper has a `param_init_fn`, call `initialise(root)`. Otherwise call for each module the
-    `param_init_fn` of its nearest wrapper, or without one its `reset_parameters`. Raises `UsageError` if there is neither."""
+    `param_init_fn` of its nearest wrapper or, if None, its own `reset_parameters`. Raises `UsageError` if there is neither."""
     # Inner wrappers come later in the list, so theirs replaces that of outer ones.
     functions = {id(m): wrapper._arguments.param_init_fn for wrapper in wrappers for m in wrapper.modules()}
     owners = [m for m in root.modules() if any(True for _ in m.parameters(recurse=False))]

@@ -111,7 +111,7 @@ class StateDicts(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Generator[None]:
-        """Context manager that calls `set_state_dict_type` with these arguments; the exit restores the previous settings."""
+        """Context manager that calls `set_state_dict_type`; the exit gives the settings that it returned to all wrappers."""
         before = StateDicts.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
             yield
@@ -256,7 +256,7 @@ def full_rows(value: Tensor, param: Param) -> Tensor:
 
 
 def own_dtensor(full: Tensor, param: Param) -> Any:
-    """Return this rank's rows of the tensor `full` as a DTensor that is sharded like `param`, on the device of its shard."""
+    """Return this rank's rows of the tensor `full` as a DTensor, sharded like `param` and on the device of `param`'s shard."""
     rows = own_rows(full, param.cut, param.context).to(_torch.local_of(param.sharded).device)
     return _torch.as_dtensor(rows.contiguous(), param.sharded)
 
@@ -273,7 +273,7 @@ def cut_like(value: Tensor, param: Param) -> Tensor:
 
 
 def named_groups(model: nn.Module, optim: Optimizer) -> list[dict[str, nn.Parameter]]:
-    """Return for each group of `optim` its parameters by qualified names. Raises `UsageError` if `model` lacks one."""
+    """Return {qualified name: parameter} for each group of `optim`. Raises `UsageError` if `model` lacks a parameter."""
     names = {id(p): clean(name) for name, p in model.named_parameters()}
     for p in (p for group in optim.param_groups for p in group["params"]):
         if id(p) not in names:
@@ -315,10 +315,11 @@ def named_state(
 def state_by_id(
     model: nn.Module, optim: Optimizer, state: Mapping[str, Any] | None, *, full: bool, from_first_rank: bool = False
 ) -> dict[str, Any]:
-    """Convert a state dict by qualified names to one for `optim.load_state_dict`, and return it. Entries of other names are
-    copied. `full`: `state` has full tensors, equal on all ranks; if they differ, every rank raises `DivergenceError`.
-    `from_first_rank`: send the first rank's `state` to all ranks, without that check. Either makes this a collective. Raises
-    `UsageError` if `state` lacks "state", or if its param groups are not those of `optim`; it may have no param groups."""
+    """Convert a state dict by qualified names to one for `optim.load_state_dict`, and return it. Entries of names that are not
+    in `optim` are copied. `full`: `state` has full tensors, equal on all ranks; if they differ, every rank raises
+    `DivergenceError`. `from_first_rank`: send the first rank's `state` to all ranks, whose own may be None, without that check.
+    Either makes this a collective. Raises `UsageError` if `state` lacks "state", or if its param groups are not those of
+    `optim`; it may have no param groups."""
     engines = _engines_of(model)
     from_first = engines[0] if from_first_rank else None
     state = state or {}

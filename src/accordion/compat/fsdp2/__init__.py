@@ -104,8 +104,9 @@ fully_shard.state = part_of  # type: ignore[attr-defined]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Replace the method `method_name` of this `module` by one that gathers full parameters, calls it and frees them, as
-    `forward` does. Do nothing if `module` is no `FSDPModule`. Raises `UsageError` if there is no such method."""
+    """Replace the method `method_name` of this `module` by one that gathers full parameters, calls the original and frees them,
+    as `forward` does. Call this after `fully_shard`: nothing is done if `module` is no `FSDPModule`. Raises `UsageError` if
+    there is no such method."""
     if not isinstance(module, FSDPModule):
         return
     if not callable(getattr(module, method_name, None)):

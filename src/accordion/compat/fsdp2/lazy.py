@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class PartSettings:
-    """Settings of the modules of one `fully_shard` call, which setters of `FSDPModule` change.
+    """Settings of the modules of one `fully_shard` call. Setters of `FSDPModule` change and apply them.
 
     Args:
         stays: do not free the memory of full parameters when they are resharded.
@@ -83,7 +83,8 @@ def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tenso
 
 
 class UnshardEnds(Observer):
-    """Observer that ends explicit unshards of `parts` after a backward, unless `set_reshard_after_backward` forbids it."""
+    """Observer, attached by `Tree`, that ends explicit unshards of `parts` after a backward, if `unit_policy.keep_on` is
+    False."""
 
     def __init__(self, parts: Sequence[weakref.ref[Part]]) -> None:
         self._parts = parts
@@ -95,9 +96,9 @@ class UnshardEnds(Observer):
 
 
 class Part:
-    """One call of `fully_shard`: the modules that it gathers together, its arguments, and once an engine exists, its unit. The
-    constructor stores the part in its modules, removes the engines of parts inside them, and registers hooks with which the
-    next forward builds an engine."""
+    """One call of `fully_shard`: modules that are gathered together, arguments, and the unit, which `ensure` builds and
+    returns. The constructor stores the part in its modules, removes the engines of parts inside them, and registers hooks with
+    which the next forward builds an engine. After changes of `settings` or `ahead`, call `push`."""
 
     def __init__(self, modules: Sequence[nn.Module], arguments: FullyShardArguments) -> None:
         self.modules = [weakref.ref(m) for m in modules]
@@ -440,8 +441,9 @@ def _planned(
 
 
 def _sharded(root: nn.Module, index: dict[int, int], parts: list[Part]) -> Iterator[tuple[Owned, Layout]]:
-    """Yield each sharded parameter with its layout. Plain parameters that were never sharded, and ignored ones, are left out.
-    Raises `UsageError` if a tensor of another kind or placement has been assigned since `fully_shard`."""
+    """Yield (parameter, layout) for each sharded parameter; plain parameters that were never sharded, and ignored ones, are
+    left out. `index`: id of a module -> index of its part. Raises `UsageError` if since `fully_shard` a sharded parameter was
+    replaced by a tensor of another kind or placement, or a DTensor was added."""
     layouts = {place: layout for part in parts for place, layout in part.layouts.items()}
     ignored = {id(p) for part in parts for p in part.arguments.ignored}
     for o in owned_parameters(root, index):

@@ -129,11 +129,11 @@ class FSDPModule(_Base):  # type: ignore[misc]
     set_unshard_in_backward = no_effect("full parameters are always gathered for the backward")
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch parameters of `modules` in this module's forward, not those of the module that came next last time."""
+        """Prefetch parameters of `modules` ([]: of none) in this module's forward, not those of the modules expected next."""
         self._prefetch(FORWARD, modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch parameters of `modules` in this module's backward, not those of the module that came next last time."""
+        """Prefetch parameters of `modules` ([]: of none) in this module's backward, not those of the modules expected next."""
         self._prefetch(BACKWARD, modules)
 
     def _prefetch(self, phase: Phase, modules: Iterable[Any]) -> None:
@@ -191,8 +191,9 @@ class FSDPModule(_Base):  # type: ignore[misc]
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # torch's older name
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Call `hook` with each 1-D buffer of reduced and divided gradients (this rank's rows, with padding), on the stream of
-        the reduce. The hook may write into the buffer. Raises `UsageError` for a `stream`."""
+        """Call `hook` with each 1-D buffer of this module's reduced and divided gradients (this rank's rows, padding and
+        counters), on the stream of the reduce. The hook may write into the buffer, except the counters, which are restored.
+        Raises `UsageError` for a `stream`."""
         if stream is not None:
             raise UsageError(
                 "set_all_reduce_hook(stream=) is not supported: the hook runs on the stream of the reduce; leave it out."
