@@ -202,7 +202,8 @@ class Files:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 
     def opened(self, file: str) -> Reader:
-        """Return the reader of `file`, opened once. Raises `CheckpointError` if it cannot be read or its header is damaged."""
+        """Return the reader of `file`, opened once. Raises `CheckpointError` if the file cannot be read, or, in the first call
+        alone, if its header is damaged."""
         if file not in self._open:
             about = self.manifest.files[file]
             try:
