@@ -69,7 +69,8 @@ class Saving:
 
 
 class Saver:
-    """Runs the background saves of one model, one at a time, and keeps the host memory of a save for the next one."""
+    """Runs the background saves of one model, one at a time; made by `saver_of`. Call `wait` before `start`, which overwrites
+    the host memory of the save before."""
 
     def __init__(self) -> None:
         self._arena: Arena | None = None  # torch's pinned allocator would take up to twice as much memory
@@ -162,8 +163,9 @@ def saver_of(model: nn.Module) -> Saver:
 
 class ThreadAgreement:
     """`Team.agree` for a background thread: calls an action and returns its result once the action has succeeded on all ranks;
-    if it fails on any, all ranks raise. Uses no collectives: ranks exchange messages over the connections of a `Hub`, which
-    `meet` chooses. `name`: unique name of the save, the same on all ranks."""
+    if it fails on any, all ranks raise. Uses no collectives: ranks exchange messages over the connections of a `Hub`. First
+    call `meet`, which is collective; the thread then makes all calls inside `during`. `name`: unique name of the save, the same
+    on all ranks."""
 
     def __init__(self, team: Team, name: str) -> None:
         self._team, self._name, self._num_agreed = team, f"accordion/save/{name}", 0

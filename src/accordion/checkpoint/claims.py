@@ -100,7 +100,8 @@ def foreign_in(path: Path) -> list[str]:
 
 
 class NameLock:
-    """A file lock on the name of a checkpoint. A job holds it to save or remove the checkpoint, until `release` or its exit."""
+    """A file lock on the name of a checkpoint, for a job that saves or removes the checkpoint. `take` locks the name, until
+    `release` or the job's exit. On a file system without locks, `take` excludes no other job."""
 
     def __init__(self, file: Path, handle: int) -> None:
         self._file, self._handle = file, handle

@@ -23,8 +23,8 @@ MESSAGE_BYTES = 32768  # longer error messages are cut, as each rank receives th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """The ranks that save or load one checkpoint together, and their collectives. `ranks`: global ranks; `index`: position of
-    this rank in `ranks`; `groups`: this rank's process group for each mesh axis; `device`: of tensors to send."""
+    """The ranks that save or load one checkpoint together, and their collectives; made by `of`. `ranks`: global ranks; `index`:
+    position of this rank in `ranks`; `groups`: this rank's process group for each mesh axis; `device`: of tensors to send."""
 
     ranks: tuple[int, ...]
     index: int
@@ -119,8 +119,8 @@ def message_of(error: Exception) -> str:
 
 
 def joined(texts: list[str]) -> str:
-    """Return one message from the `texts` of all ranks, in rank order: the text itself if all are equal, else each different
-    text after the numbers of its ranks, as in "rank 0, 2: disk full; rank 1: timeout". Empty texts are left out."""
+    """Return one message from the `texts` of all ranks of a team: the text itself if all are equal, else each different text
+    after its positions in `texts`, as in "rank 0, 2: disk full; rank 1: timeout". Empty texts are left out."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:

@@ -51,8 +51,9 @@ class ConvertOptions:
 
 
 def run(words: list[str]) -> int:
-    """Run the subcommand that `words` name and print its result; without words print the help. Return the exit code: 0, or 1 if
-    `verify` found damage. Raises `UsageError` for unknown words, `CheckpointError` if the checkpoint cannot be read."""
+    """Run the subcommand in `words`, the arguments after `accordion checkpoint`, and print its result; without words print the
+    help. Return the exit code: 0, or 1 if `verify` found damage. Raises `UsageError` for unknown words, `CheckpointError` if
+    the checkpoint cannot be read."""
     if not words or words[0] in ("-h", "--help"):
         subcommands = listed({name: about for name, (about, _, _) in JOBS.items()}, PROG)
         print(
@@ -83,8 +84,9 @@ def _plain(value: Any) -> Any:
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the manifest of the checkpoint at `path` as a dict for people: its writer, files, tensors, aliases, `extra`, and
-    the options of the optimizer's groups. Raises `CheckpointError` if the manifest is missing, damaged or cannot be read."""
+    """Return the manifest of the checkpoint at `path` as a dict for people: "path", "saved_by", "checksum", "files" (name ->
+    bytes), "num_bytes" of all files, "tensors" (name -> dict), "aliases", "optimizer" (the options of each group, or None), and
+    "extra" as JSON. Raises `CheckpointError` if the manifest is missing, damaged or cannot be read."""
     manifest = steady(lambda: checkpoint_at(path), opened).manifest
     optimizer = manifest.optimizer
     return {

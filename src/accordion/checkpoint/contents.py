@@ -38,11 +38,12 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The tensors of a model and an optimizer by their names in a checkpoint, and the optimizer's values."""
+    """The tensors that a save writes or a load fills, by name in the checkpoint ("model/w"), and the optimizer's values, as
+    `contents` returns them. `params`: all tensors of the model, even those that `only` leaves out, by name in it ("w")."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # a save adds the DTensors of the objects in `state=`
     aliases: Mapping[str, str]  # other name of a tied tensor -> its name in `tensors`
-    params: Mapping[str, Tensor]  # all tensors of the model, by their names in the model
+    params: Mapping[str, Tensor]
     optimizer: Json = None  # class names, groups and states, which refer to `tensors` by name
 
     def of_model(self) -> dict[str, Tensor]:
@@ -52,7 +53,7 @@ class Contents:
 def contents(model: nn.Module, optimizer: Optimizer | None, only: Only = None) -> Contents:
     """Return the tensors and values that a save writes or a load fills, without copies.
 
-    `only` selects tensors of the model, `()` none; the states of all parameters of the optimizer are included in any case.
+    `only` selects tensors of the model: None all, `()` none. The states of all parameters of the optimizer are always included.
     Raises `CheckpointError` for values that a checkpoint cannot hold, `UsageError` if another `only` than `()` selects nothing.
     """
     tensors, aliases = model_tensors(model)
@@ -106,10 +107,12 @@ def without_wrappers(name: str, wrappers: Iterable[str] = WRAPPERS) -> str:
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[Json, dict[str, Tensor]]:
-    """Return (JSON of the optimizer's class names, groups and states; {name: tensor to which the JSON refers}).
+    """Return (JSON of the optimizer, {name: tensor to which the JSON refers}).
 
-    In the JSON, names of parameters take the place of indices. `names`: id of a parameter -> its name in the model. Raises
-    `CheckpointError` for states that a checkpoint cannot hold and for parameters that are not in `names`.
+    The JSON is {"kind": class names, "groups": [{"params": names of parameters, "options": ...}], "state": {name of a
+    parameter: its states}, "shared": {key: state that belongs to no parameter}}, without "shared" if there are none. `names`:
+    id of a parameter -> its name in the model. Raises `CheckpointError` for states that a checkpoint cannot hold and for
+    parameters that are not in `names`.
     """
     tensors: dict[str, Tensor] = {}
     by_index: dict[int, str] = {}
@@ -159,8 +162,8 @@ def optimizer_name(words: Json) -> str:
 
 
 def own_box(name: str, tensor: Tensor) -> Box:
-    """Return the box of `tensor` that this rank has: all of a plain tensor. Raises `CheckpointError`, with `name`, if the local
-    tensor of a DTensor has another shape than its placements give."""
+    """Return the box of `tensor` that this rank has: all of a plain tensor. Raises `CheckpointError`, with `name`, if `cuts`
+    refuses the placements of a DTensor, or if its local tensor has another shape than they give."""
     if not isinstance(tensor, DTensor):
         return box_of(tensor.shape, ())
     box = box_of(tensor.shape, cuts(name, tensor))

@@ -122,8 +122,8 @@ def export(
     `kind`: `hf`, a folder that transformers' `from_pretrained` loads; `safetensors`, one file; `dcp`, a folder of
     torch.distributed.checkpoint; `torch`, one file of `torch.save`. `like`: for `hf`, folder whose configuration and tokenizer
     are copied; None takes the configuration that `accordion train` saved in the checkpoint, if any. `dtype`: of floating-point
-    tensors; None keeps theirs. `ema`: decay of the average to write in place of the weights. `beside`: for `hf`, called with
-    the new folder; writes more files there and returns their names.
+    tensors; None keeps theirs. `ema`: decay, as text, of the average to write in place of the weights. `beside`: for `hf`,
+    called with the new folder; writes more files there and returns their names.
     """
     if kind not in FORMATS:
         raise UsageError(f"format {kind!r} does not exist; valid: {', '.join(FORMATS)}.")

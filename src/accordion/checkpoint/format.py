@@ -65,7 +65,8 @@ class TensorChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """A tensor of a checkpoint. `placements`: those of the saved DTensor, one for each mesh axis; None for a plain tensor."""
+    """A tensor of a checkpoint, which `chunks` make up. `placements`: those of the saved DTensor as text ("S(0)", "R"), one for
+    each mesh axis; None for a plain tensor."""
 
     dtype: str  # a key of `DTYPES`
     shape: tuple[int, ...]
@@ -76,13 +77,14 @@ class TensorEntry:
         return box.numel * DTYPES[self.dtype].itemsize
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Return True if `tensor` has the shape of this entry and its values may be cast to the dtype of `tensor`."""
+        """Return True if `tensor` has the shape of this entry and the saved values may be cast to the dtype of `tensor`."""
         return self.shape == tuple(tensor.shape) and holds(tensor.dtype, DTYPES[self.dtype])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """A safetensors file of a checkpoint: its size, and size and checksum of its header. Chunks fill the rest of the file."""
+    """A safetensors file of a checkpoint: its size, and size and checksum of all bytes before the data, the header and its
+    length. Chunks fill the rest of the file."""
 
     num_bytes: int
     header_bytes: int
@@ -91,13 +93,14 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The contents of `manifest.json`: the description of a checkpoint, without the elements of its tensors."""
+    """The contents of `manifest.json`, which `parse` reads and `dump` writes: the description of a checkpoint, without the
+    elements of its tensors. `files`, `tensors`: by name. `aliases`: other name of a tied tensor -> its name in `tensors`."""
 
     checksum: str  # kind of the checksums
     piece_bytes: int  # size of a piece: each chunk has one checksum for every so many bytes
     files: Mapping[str, File]
     tensors: Mapping[str, TensorEntry]
-    aliases: Mapping[str, str]  # other name of a tied tensor -> its name in `tensors`
+    aliases: Mapping[str, str]
     optimizer: Json  # class names, groups and states; None if saved without an optimizer
     extra: Json  # the argument of `save`
     saved_by: Json  # {"torch": version, "num_ranks": number, "meshes": [...]}

@@ -60,8 +60,8 @@ def load(
     Args:
         optimizer: one, or a list as it was saved. Missing states are created. A parameter group takes the saved options of the
             group that had its parameters.
-        state: objects whose `load_state_dict` gets what this rank saved, or what rank 0 saved if the number of ranks differs.
-            Sharded tensors (DTensors) are read into those in the object's own `state_dict`, whatever ranks saved them.
+        state: name -> object, with names that `save` was given. Its `load_state_dict` gets what this rank saved, or what rank 0
+            saved if the number of ranks differs. DTensors, saved by all ranks, are read into those in its own `state_dict`.
         strict: if False, fill tensors of the same name, shape and kind of dtype, leave other tensors of the model and the states
             of other parameters as they are, and name the differences in one warning.
         only: the tensors of the model to load, with the value that was passed to `save`; `()` loads none.
@@ -122,7 +122,7 @@ def _checked(files: Files, request: _Request) -> _Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Everything that a load does on this rank, decided before anything changes."""
+    """Everything that a load does on this rank, decided by `_plan` before anything changes. Call `_check`, then `fill`."""
 
     of_model: list[Read]  # into the model's tensors
     of_optimizer: list[Read]  # into the tensors of `optimizer`

@@ -13,9 +13,9 @@ from accordion.optimizers.wrap import inner_of
 
 
 class OptimizerList(torch.optim.Optimizer):
-    """A stand-in for several optimizers, which checkpoints save and load as one. It has `param_groups`, `state_dict` and
-    `divided`; `step`, `load_state_dict` and torch's other methods do not work. State dicts number parameters through all
-    optimizers: those of the second follow those of the first."""
+    """A stand-in for several optimizers, which checkpoints save and load as one; made by `as_one`. It has `param_groups`,
+    `state_dict` to save, and `divided` to load; `step`, `load_state_dict` and torch's other methods do not work. State dicts
+    number parameters through all optimizers: those of the second follow those of the first."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         # Without torch's constructor, which would copy the param groups.

@@ -137,9 +137,9 @@ def check_keep(keep: int) -> None:
 def prune_before(saved: Folder, keep: int) -> None:
     """Remove old checkpoints next to `saved` whose names differ from its name only in the number at the end.
 
-    The `keep` newest complete ones stay, and `saved`, and all newer ones. Damaged ones, links, and checkpoints with other
-    programs' files stay and do not count. Leftovers of killed saves are removed too, in file systems. Raises `CheckpointError`
-    if a checkpoint cannot be removed completely; in file systems a later call tries again to remove the rest, without an error.
+    The `keep` (1 or more) newest complete ones stay, and `saved` and all newer ones. Damaged ones, links, and checkpoints with
+    files of other programs stay and do not count. In file systems, leftovers of killed saves are removed too. Raises
+    `CheckpointError` if a checkpoint cannot be removed completely; in file systems a later call tries again, without an error.
     """
     try:
         parent, _, last = str(saved).rpartition("/")

@@ -36,8 +36,9 @@ STAGE_BYTES = 2**24  # read at once if a tensor cannot be read in place
 def opened(folder: Folder, ema: str | None = None) -> Files:
     """Read the manifest in `folder`; return the checkpoint's `Files`, with no file of tensors open yet.
 
-    `ema`: decay of an `acc.EMA` whose averages replace the model's tensors; None replaces none. Raises `UsageError` if no
-    average of that decay was saved, `CheckpointError` if the manifest is missing, damaged, or cannot be read.
+    `ema`: decay, as text ("0.999"), of an `acc.EMA` that was saved by `state={"ema": ...}`: its averages replace the model's
+    tensors of their names; None replaces none. Raises `UsageError` if no average of that decay was saved, `CheckpointError` if
+    the manifest is missing, damaged, or cannot be read.
     """
     try:
         files = look_into(folder)
@@ -89,7 +90,7 @@ def steady(
     find: Callable[[], Folder], act: Callable[[Folder], T], is_bad: Callable[[T], bool] = lambda result: False
 ) -> T:
     """Return `act(find())`; `find` returns a checkpoint's folder. If a save replaced the checkpoint meanwhile, and `act` raised
-    `CheckpointError` or `OSError`, or `is_bad` returned True for its result, call both again. Without a replacement, raise that
+    `CheckpointError` or `OSError`, or `is_bad(result)` is True, call `find` and `act` again. Without a replacement, raise that
     error or return that result. Raises `CheckpointError` if the checkpoint is replaced during each of `TURNS` calls."""
     for _ in range(TURNS):
         before = place_of(find)
@@ -104,7 +105,8 @@ def steady(
 
 
 def place_of(find: Callable[[], Folder]) -> object:
-    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint; None if none is there."""
+    """Return a value that changes if `find()` returns another path or a save replaces the checkpoint there. None if there is no
+    checkpoint, which is not detected on remote storage."""
     try:
         folder = find()
         mark = folder.mark()
@@ -117,8 +119,8 @@ def place_of(find: Callable[[], Folder]) -> object:
 class Read:
     """A planned read of the part `box` of the tensor `name` from `chunk`, which contains the box.
 
-    `into`: view of a local tensor to fill; None only compares checksums. `fresh`: the local tensor is new, so it may be filled
-    before all checksums are compared.
+    Pass reads first to `Files.faults`, which compares checksums, then to `Files.fill_all`. `into`: view of a local tensor to
+    fill; None only compares checksums. `fresh`: the local tensor is new, so it may be filled before all checksums are compared.
     """
 
     name: str
@@ -129,7 +131,8 @@ class Read:
     fresh: bool = False
 
     def span(self) -> tuple[int, int]:
-        """Return (start, end) of the bytes of the chunk that hold all rows (along dim 0) in which `box` has elements."""
+        """Return (start, end), in bytes from the beginning of the chunk, of all rows (along dim 0) in which `box` has elements;
+        of the whole chunk if the tensor is 0-d."""
         rows, shape = self.box.within(self.chunk.box), self.chunk.box.shape
         if not rows:
             return 0, self.entry.num_bytes(self.chunk.box)
@@ -152,8 +155,8 @@ def _takes_bytes(into: Tensor, dtype: torch.dtype) -> bool:
 def fill_part(
     into: Tensor, reader: Reader, at: int, dtype: torch.dtype, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> None:
-    """Fill `into` with the slices `index` of a tensor of `shape` and `dtype`, which begins at byte `at` of `reader`. Elements
-    are cast to the dtype of `into`."""
+    """Fill `into` with the slices `index`, one for each dim, of a tensor of `shape` and `dtype`, which begins at byte `at` of
+    `reader`. Elements are cast to the dtype of `into`."""
     row_bytes = math.prod(shape[1:]) * dtype.itemsize
     rows = index[0] if index else slice(0, 1)
     if tuple(into.shape[1:]) == shape[1:] and _takes_bytes(into, dtype):
@@ -170,8 +173,8 @@ def fill_part(
 
 
 class Files:
-    """Reads the files of one checkpoint: compares checksums and fills tensors. Each file is opened when it is first read, and
-    all are closed by `close`."""
+    """Reads the files of one checkpoint. The function `opened` makes one; call `check_sizes`, then `faults`, which compares
+    checksums, then `fill_all`, which fills tensors. Each file is opened when it is first read; `close` closes all."""
 
     def __init__(self, folder: Folder, manifest: Manifest, *, mark: object, digest: int) -> None:
         """Open no file yet. `mark`: `folder.mark()` before the manifest was read; `digest`: 8 bytes of the manifest's sha256,
@@ -199,7 +202,8 @@ class Files:
             raise CheckpointError(f"{self.folder} is damaged: {'; '.join(wrong)}.")
 
     def opened(self, file: str) -> Reader:
-        """Return the reader of `file`, opened once. Raises `CheckpointError` if it cannot be read or its header is damaged."""
+        """Return the reader of `file`, opened once. Raises `CheckpointError` if the file cannot be read, or, in the first call
+        alone, if its header is damaged."""
         if file not in self._open:
             about = self.manifest.files[file]
             try:
@@ -211,7 +215,8 @@ class Files:
         return self._open[file]
 
     def damage(self, wanted: Callable[[str], bool] = lambda name: True) -> list[str]:
-        """Read all tensors with a `wanted` name, compare checksums, and return the faults as texts that name file and tensor."""
+        """Read each tensor whose `wanted(name)` is True, compare checksums, and return the faults as texts that name file and
+        tensor; [] if there are none."""
         return self.faults(
             Read(name, entry, chunk, chunk.box, None) for name, entry, chunk in self.manifest.chunks() if wanted(name)
         )
@@ -225,8 +230,8 @@ class Files:
         return into
 
     def faults(self, reads: Iterable[Read]) -> list[str]:
-        """Compare the checksums of all bytes that `reads` need; return the faults as texts that name file and tensor. Fills the
-        tensors of those reads for which `Read.at_once` returns memory, before it is known if their checksums match."""
+        """Compare the checksums of all bytes that `reads` need; return the faults as texts, or []. Call this before `fill_all`:
+        it fills the tensors of reads for which `Read.at_once` returns memory, before it is known if their checksums match."""
         wanted: dict[tuple[str, int], tuple[str, str, int, memoryview | None]] = {}
         size = self.manifest.piece_bytes
         for read in reads:
@@ -272,7 +277,8 @@ class Files:
 
 def verify(path: str | os.PathLike[str]) -> list[str]:
     """Read every byte of the checkpoint at `path`; return its faults as texts, [] if there are none. Damaged data are named by
-    file and tensor; a checkpoint that cannot be opened is one fault."""
+    file and tensor. If the checkpoint cannot be opened or files have wrong sizes, that is one fault, and no data are read.
+    Raises `CheckpointError` if saves replace the checkpoint again and again."""
 
     def faults_in(folder: Folder) -> list[str]:
         try:

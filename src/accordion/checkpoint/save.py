@@ -50,14 +50,15 @@ def save(
     Collective. The checkpoint appears complete or not at all. An earlier background save of this model is waited for first, and
     its error raised. Raises `CheckpointError` on every rank if one of them failed, and, before anything is written, if models,
     optimizers, options or states that must be equal differ between ranks; `DivergenceError` if replicas of a shard differ;
-    `UsageError` inside `full_params`.
+    `UsageError` inside `full_params` and for a wrong argument.
 
     Args:
         path: folder to create, on storage that all ranks share; replaces an older checkpoint of that name. Or a URL for fsspec,
             such as `s3://bucket/run/step-100`, where nothing is replaced.
         optimizer: one optimizer or a list of several; a list is loaded into a list of as many, in the same order.
         extra: numbers, strings, lists, tuples and dicts to save with the tensors; those of rank 0 are saved.
-        state: objects whose `state_dict()` is saved for each rank: a scheduler, a scaler, a data loader, `RandomState()`.
+        state: name -> object whose `state_dict()` is saved for each rank: a scheduler, a scaler, a data loader,
+            `RandomState()`. `load` takes the same names. DTensors in a state are saved once.
         background: return when everything is copied to host memory, and write in a thread. The next save waits for the thread;
             if it failed, the next step of `optimizer`, the next save or `wait()` raises its error.
         keep: number of complete checkpoints to keep among those in the same folder whose names differ only in the number at
@@ -110,7 +111,7 @@ def finish_work(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveJob:
-    """A save on this rank, with everything that it needs, collected before the first byte is written. `run` does it."""
+    """A save on this rank and all that it needs, collected before the first byte is written. `run` writes the files."""
 
     target: Folder
     name: str  # 8 hexadecimal digits, unique for each save, the same on all ranks
@@ -125,7 +126,7 @@ class SaveJob:
         and raise the error.
 
         `agree`: calls a function on each rank and raises on all ranks if one fails, as `Team.agree` does. `host`: the bytes of
-        this rank's parts in host memory; None reads them from their devices.
+        `plan.parts`, one after the other, in host memory; None reads them from their devices.
         """
         leads = self.team.leads
         drafts: list[Folder] = []

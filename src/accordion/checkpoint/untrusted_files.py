@@ -73,7 +73,8 @@ def named(what: str) -> Iterator[None]:
 
 
 def check_quantised(config: Mapping[str, Any], source: str, names: Iterable[str] = ()) -> None:
-    """Raise `UsageError`, naming `source`, if `config` (its config.json) or the tensors' `names` are of quantised weights."""
+    """Raise `UsageError`, naming `source`, if `config` or the tensors' `names` are of quantised weights. `config`: the parsed
+    config.json of `source`; {} without one."""
     settings = next((config[key] for key in ("quantization_config", "compression_config") if config.get(key)), None)
     scale = next((name for name in names if QUANTISED.search(name)), None)
     if settings is None and scale is None:
@@ -111,7 +112,8 @@ def read_header(path: Path) -> list[StoredTensor]:
 
 def stored_in(head: bytes, start: int) -> list[StoredTensor]:
     """Return the tensors that `head`, a safetensors header without its length, describes, in the order of their bytes. `start`:
-    byte of the file at which the data begin. Raises `CheckpointError` for an unknown dtype and for an impossible size."""
+    byte of the file at which the data begin. Raises `CheckpointError` for an unknown dtype and for an impossible size; errors
+    of other classes if the JSON is damaged."""
     words = json.loads(head.decode(), object_pairs_hook=without_twins)
     words.pop("__metadata__", None)
     tensors = []
@@ -153,8 +155,8 @@ def read_folder(folder: Path) -> dict[str, tuple[Path, StoredTensor]]:
 def read_files(folder: Path, names: Iterable[str], promised: Mapping[str, str]) -> dict[str, tuple[Path, StoredTensor]]:
     """Return {name: (path of its file, tensor)} for the safetensors files `names` in `folder`; read headers alone.
 
-    `promised`: tensor -> file name, from an index; a copy of a tensor in a file other than the promised one is left out. Raises
-    `CheckpointError` if a header is damaged or a tensor without a promise is in two files.
+    `promised`: tensor -> file name, from an index, {} without one; a copy of a tensor in a file other than the promised one is
+    left out. Raises `CheckpointError` if a header is damaged or a tensor without a promise is in two files.
     """
     tensors: dict[str, tuple[Path, StoredTensor]] = {}
     for name in names:
@@ -181,11 +183,12 @@ def check_names(names: Iterable[str]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignModel:
-    """The model in a file or folder of another format."""
+    """The model in a file or folder of another format. `kind`: "safetensors" or "torch.save"; `tensors`: memory-mapped, by
+    their names in a checkpoint ("model/w"); `left`: keys of the file that are left out."""
 
-    kind: str  # "safetensors" or "torch.save"
-    tensors: Mapping[str, Tensor]  # memory-mapped, by their names in a checkpoint
-    left: tuple[str, ...] = ()  # keys of the file that are left out
+    kind: str
+    tensors: Mapping[str, Tensor]
+    left: tuple[str, ...] = ()
 
 
 def check_unique(names: Mapping[Any, str]) -> None:
@@ -214,8 +217,8 @@ def of_safetensors(tensors: Mapping[str, tuple[Path, StoredTensor]]) -> ForeignM
 
 def of_torch_file(path: Path) -> ForeignModel:
     """Return the model in a file of `torch.save`, memory-mapped. The file holds a state dict, or a dict that has one under a key
-    such as "model" or "state_dict". Raises `CheckpointError` if the file is damaged, older than torch 1.6, holds no dict or a
-    tensor that is not plain, or names code to run."""
+    such as "model" or "state_dict". Raises `CheckpointError` if the file is damaged, older than torch 1.6, holds no dict, names
+    code to run, or has tensors that are not plain, get one name, or claim far more bytes than the file."""
     with opened(path) as file:
         if file.read(4) != ARCHIVE:
             raise CheckpointError(

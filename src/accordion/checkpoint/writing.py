@@ -34,7 +34,7 @@ from accordion.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class WritePart:
-    """A part of the tensor `name`, which this rank writes. `key`: its name in the file; `data`: its elements, on any device."""
+    """A part of tensor `name`, written by this rank. `key`: name of the part in the file; `data`: elements, on any device."""
 
     name: str
     key: str
@@ -43,8 +43,8 @@ class WritePart:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The layout of one rank's file: the header `head`, the `parts`, and last JSON with the checksums of the parts, which are
-    of `kind`. `sums_bytes`: length of the JSON."""
+    """The layout of one rank's file, made by `layout_of` and written by `write`: the header `head` with its length, the
+    `parts`, and last JSON with the checksums of the parts, which are of `kind`. `sums_bytes`: length of the JSON."""
 
     head: bytes
     parts: tuple[WritePart, ...]
@@ -58,7 +58,8 @@ class FileLayout:
 
 
 def layout_of(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Team) -> FileLayout:
-    """Return the layout of this rank's file: the boxes of `saved_once.tensors` that this rank writes, and all `rank_tensors`.
+    """Return the layout of this rank's file: the boxes of `saved_once.tensors` that this rank writes, and all `rank_tensors`
+    (name in the checkpoint -> plain tensor, saved whole) that have elements.
 
     The last tensor in the file is JSON with the checksums of the parts: {name of a part in the file: [sum of each piece, ...]}.
     Raises `CheckpointError` for a dtype that safetensors lacks, and for placements that a checkpoint cannot hold.
@@ -124,7 +125,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def described(form: Manifest, folder: Folder) -> Manifest:
     """Return the manifest `form` with files, chunks and tensors of single ranks added, from headers and checksums of the files
-    in `folder`. Raises `CheckpointError` if the chunks do not make up the tensors in `form`, or if `folder` is gone."""
+    in `folder`, after all ranks have written theirs. Raises `CheckpointError` if the chunks do not make up the tensors in
+    `form`, or if `folder` is gone."""
     files: dict[str, File] = {}
     chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
     of_ranks: dict[str, TensorEntry] = {}

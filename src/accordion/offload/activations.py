@@ -55,7 +55,7 @@ class ActivationOffload:
 
     def finish_store(self) -> None:
         """Make the compute stream wait for the last started copy to a store, and drop the reference to its input. Do nothing if
-        there is none, or if this was called for it before. Raise `UsageError` if the input was changed in place meanwhile."""
+        no copy was started since the last call. Raise `UsageError` if the input was changed in place meanwhile."""
         storing, self._storing = self._storing, None
         if storing is not None:
             move, tensor, version = storing
@@ -69,7 +69,8 @@ class ActivationOffload:
 
 class OffloadedInput:
     """An input of a recomputed unit that is stored in `slot`; deleting this object frees the slot. The constructor starts the
-    copy. `before`: the offloaded input before this one in the forward, which the backward needs next; None for the first."""
+    copy. Call `leave` when the unit's forward ends, and `tensor` in the backward. `before`: the offloaded input before this one
+    in the forward, which the backward needs next; None for the first."""
 
     def __init__(
         self,
@@ -151,7 +152,8 @@ class HostActivationStore:
 
 
 class HostSlot:
-    """The place of one input in host memory, a `buffer` of `store`."""
+    """The place of one input in host memory, a `buffer` of `store`, made by `HostActivationStore.take`. Call `store` first,
+    `fetch` for the backward, and `free` at the end."""
 
     def __init__(self, store: HostActivationStore, buffer: Arena) -> None:
         self._store, self._buffer = store, buffer
@@ -230,7 +232,8 @@ class DiskActivationStore:
 
 @dataclass(eq=False, slots=True)
 class Stage:
-    """A buffer of host memory through which inputs are copied between the device and the file, one at a time."""
+    """A buffer of host memory through which inputs are copied between the device and the file, one at a time. The slot that
+    gets a stage by `DiskActivationStore.stage` sets `content` and adds to `uses`."""
 
     buffer: Arena | None = None
     content: DiskSlot | None = None  # whose input is in the buffer
@@ -242,7 +245,8 @@ class Stage:
 
 
 class DiskSlot:
-    """Place of one input in the file, `num_bytes` from byte `start` on, with the reads and writes of it that are under way."""
+    """Place of one input in the file, `num_bytes` from byte `start` on, with the reads and writes of it that are under way.
+    Made by `DiskActivationStore.take`, and used like a `HostSlot`."""
 
     def __init__(self, store: DiskActivationStore, start: int, num_bytes: int) -> None:
         self.activation_store, self.start, self.num_bytes = store, start, num_bytes

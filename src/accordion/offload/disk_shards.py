@@ -17,7 +17,8 @@ from accordion.offload.swap_file import FileAllocator, Values, in_chunks
 
 @dataclass(eq=False, slots=True)
 class StagingBuffer:
-    """Host memory for the shards of one unit at a time, with the file reads that fill it and the copies that read it."""
+    """Host memory for the shards of one unit at a time. `claim` gives it to a unit, whose `DiskShards` then record the file
+    reads that fill it in `filling`, and the copies that read it in `emptying`."""
 
     memory: Tensor  # 1-D uint8
     unit: int = -1
@@ -107,7 +108,7 @@ class DiskShards(OffDeviceShards):
         return None
 
     def begin_read(self, version: int) -> None:
-        """Start reading the rows from the file into the staging buffer, on threads, unless it has `version` of the shards.
+        """Start reading the rows from the file into the staging buffer, on threads, unless that has `version` of the shards.
         Before that, copy changed shards into their rows in the file, and wait until earlier uses of the buffer have ended."""
         self.settle(version)
         times = self._staging_buffer.claim(self._unit)

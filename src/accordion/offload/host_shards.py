@@ -46,11 +46,12 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedGroup:
-    """Layout, and memory off the device, for the shards of one group: parameters of a unit that are gathered in one dtype."""
+    """Layout, and memory off the device, for the shards of one group, parameters of a unit that are gathered in one dtype: an
+    argument of `HostShards` and `DiskShards`. `dtypes`: dtype in which each shard of `msg` is stepped."""
 
     msg: Message  # layout of the shards
     rank: int  # of this process, among those that share the group
-    dtypes: Sequence[torch.dtype]  # in which each shard is stepped
+    dtypes: Sequence[torch.dtype]
     gathered: torch.dtype  # in which all shards are gathered
     allocate: Allocate  # takes host memory from the arena
     landing: Tensor  # this group's part of the landing buffer, 1-D uint8
@@ -149,7 +150,7 @@ class OffDeviceShards(ShardBuffer):
         return result, transfer
 
     def defer(self, wait: Callable[[], None]) -> None:
-        """Register an optimizer step that writes these shards and rows. `ready` calls `wait`, which blocks until its end."""
+        """Register an optimizer step that writes shards and rows. `ready` calls `wait()`, which blocks until the step ends."""
         self.steps.append(wait)
 
     def ready(self) -> None:
@@ -158,8 +159,8 @@ class OffDeviceShards(ShardBuffer):
             self._is_written = True
 
     def settle(self, version: int) -> None:
-        """Before a gather, make the rows equal to `version` of the shards: copy `locals` into them, unless they have that
-        version or a step wrote them. Before it copies, wait for optimizer steps and for transfers that read the rows."""
+        """Before a gather, make the rows equal to `version` of the shards: copy `locals` into the rows, unless these have that
+        version or a step wrote them. Before the copy, wait for optimizer steps and for transfers that read the rows."""
         if self._row_version != version and not self._is_written:
             self.synchronize()
             self.write_rows()
@@ -204,7 +205,7 @@ class HostShards(OffDeviceShards):
     """The shards of one group in host memory, each in the dtype in which it is stepped, and the rows that gathers read.
 
     A shard in the gathered dtype is its own row. The row of any other shard is a second copy, cast before a gather. With
-    `keeps` the device has a copy of all rows, updated after each step; otherwise each gather copies them to the device.
+    `keeps` the device has a copy of all rows, updated before the first gather after a step; otherwise each gather copies them.
     """
 
     def __init__(self, group: OffloadedGroup, *, keeps: bool) -> None:

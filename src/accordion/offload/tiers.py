@@ -41,7 +41,7 @@ class Tiers:
 
     The constructor allocates the host memory and the files for the shards and gradients of all offloaded units. It also changes
     how `GradScaler.unscale_` handles offloaded gradients in this process. Raises `UsageError` or `OffloadError` if memory or
-    disk space is lacking. `offloads`: the tiers of each unit, with budgets applied; `shapes`: the groups of each unit.
+    disk space is lacking. `offloads`, `shapes`: one entry per unit, by index: its tiers, with budgets applied, and its groups.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Tiers:
         """Create and return the shard buffer of one group of parameters, on the device unless its unit is offloaded.
 
         Args: `unit`: index of the unit; `msg`: layout of the shards; `rank`: of this process, among those that share the group;
-        `dtypes`: in which each shard is stepped; `gathered`: in which all are gathered.
+        `dtypes`: dtype in which each shard of `msg` is stepped; `gathered`: dtype in which all are gathered.
         """
         offload = self.offloads[unit]
         if not offload.offloads:

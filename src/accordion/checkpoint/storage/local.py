@@ -17,8 +17,9 @@ from accordion.errors import CheckpointError
 class Local:
     """A folder in a file system, with the files of one checkpoint or with several checkpoints as folders.
 
-    The `Local` that `begin` returns owns the `lock` on the name of the checkpoint `target` until `commit`, which renames the
-    folder to `target`, or `discard`.
+    To save, the first rank calls `begin`, which returns a hidden folder that owns the `lock` on the name of the checkpoint
+    `target`; other ranks then call `begun`. Ranks `create` their files there. At the end the first rank calls `commit`, which
+    renames the folder to `target`, or `discard`.
     """
 
     def __init__(self, path: Path, target: Path | None = None, lock: claims.NameLock | None = None) -> None:

@@ -81,8 +81,9 @@ class Remote:
         return []
 
     def begin(self, save: str) -> Remote:
-        """Create this folder, mark it as being saved by this job, remove the files that a killed save left, and return it. Raises
-        `CheckpointError` if it has a checkpoint or files that no save writes, or if a job that may still run saves here."""
+        """Create this folder, mark it as being saved by this job, remove the files that a killed save left, and return it.
+        `save`: unique name of the save. Raises `CheckpointError` if the folder has a checkpoint or files that no save writes,
+        or if a job that may still run saves here."""
         try:
             sizes = self.sizes()
         except FileNotFoundError:

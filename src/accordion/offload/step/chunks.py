@@ -116,8 +116,8 @@ def chunk_numel(itemsize: int, total: int) -> int:
 
 
 def chunks_of(todos: Sequence[ParamStep]) -> Iterator[Chunk]:
-    """Yield the chunks of the steps `todos`, each of up to `StateBlock.max_numel` elements: one block after the other,
-    each from its first element on. Parameters in `todos` with adjacent states can share a chunk. Elements of other parameters
+    """Yield the chunks of the steps `todos`, each of up to `StateBlock.max_numel` elements: one block after the other, and in
+    a block by rising elements. Parameters in `todos` with adjacent states can share a chunk. Elements of other parameters
     are in no chunk."""
     by_block: dict[int, list[ParamStep]] = {}
     for todo in todos:

@@ -94,8 +94,9 @@ def engines_of(optimizer: Optimizer) -> list[Engine]:
 
 @dataclass(eq=False)
 class UnitStep:
-    """The step on the host of one unit's parameters, `entries`, whose gradients it keeps alive until it has ended. `todos`: the
-    steps of those that are stepped chunk by chunk. `states`: the store of their states; None if there are no `todos`."""
+    """The step on the host of one unit's parameters, `entries`, whose gradients it keeps alive until it has ended. Call
+    `begin`, and `wait` before the next gather. `todos`: the steps of those entries that are stepped chunk by chunk. `states`:
+    the optimizer's store for them; None if it has none, and then there are no `todos`."""
 
     optimizer_copy: OptimizerCopy
     entries: Sequence[Entry]
@@ -117,8 +118,8 @@ class UnitStep:
                 local.fill_(float("nan"))
 
     def wait(self, engine: Engine) -> None:
-        """Wait until all parameters are stepped and written, and write the new states of `todos` into `optimizer.state`. Run
-        the step here if `begin` has not. Report an error to the other ranks and raise it. Adds the time to `Tiers.waited_s`."""
+        """Wait until all parameters are stepped and written, and write the new states of `todos` into `optimizer.state`. With
+        `debug="streams"`, run the step here. Report an error to the other ranks, and raise it. Add the time to `waited_s`."""
         start = time.perf_counter()
         with reported(engine):
             if self._running is not None:

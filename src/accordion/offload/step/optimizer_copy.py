@@ -36,7 +36,7 @@ Part: TypeAlias = tuple[int, Tensor, Tensor, dict[str, Any]]
 
 
 class OptimizerCopy:
-    """A copy of `optimizer` with its hyperparameters at the time of the copy, which can step some of its parameters later.
+    """A copy of `optimizer` with its hyperparameters at the time of the copy, whose `step` steps some of its parameters later.
 
     `kind`: the optimizer's class before wrapping. `after`: the values, except parameters and their states, that the optimizer
     has after a step: one dict per param group, one of states without a parameter, one of attributes. `after` is None for
@@ -213,7 +213,7 @@ def _small(dtype: torch.dtype, device: torch.device, num_dims: int = 1) -> Tenso
 
 
 def step_entries(optimizer_copy: OptimizerCopy, entries: Sequence[Entry]) -> None:
-    """Step the parameters of `entries` in place. Write their new states, as DTensors if sharded, into `entry.state`."""
+    """Step the parameters of `entries` in place, and write their new states into `entry.state` by `write_back`."""
     for entry in entries:
         entry.local.grad = entry.grad
     try:
@@ -231,7 +231,8 @@ def local_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_back(outer: dict[str, Any], inner: dict[str, Any], p: Tensor) -> None:
-    """Write the states `inner` into `outer`, the states of `p`: as DTensors if `p` is one and they have its shard's shape."""
+    """Write the states `inner` into `outer`, the states of `p`: as DTensors if `p` is one and they have its shard's shape, but
+    0-d tensors always as they are."""
     for key, value in inner.items():
         current = outer.get(key)
         if current is value or (isinstance(current, DTensor) and _torch.local_of(current) is value):

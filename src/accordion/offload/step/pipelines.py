@@ -71,8 +71,9 @@ class HostPipeline:
 class DevicePipeline:
     """Steps chunks on the device, in their order, through buffers of the host and of the device.
 
-    Threads read chunks into `host_buffers` and write them back. While one chunk is stepped, the next is copied to the device on
-    one side stream, and the previous one back on another. The thread that calls `run` starts all copies.
+    Threads, which the constructor starts, read chunks into `host_buffers`, [] if no chunk is in a file, and write them back.
+    While one chunk is stepped, the next is copied to the device on one side stream, and the previous one back on another. The
+    thread that calls `run` starts all copies.
     """
 
     def __init__(

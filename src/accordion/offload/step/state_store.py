@@ -25,7 +25,7 @@ log = logging.getLogger("accordion")
 
 @dataclass(frozen=True, slots=True)
 class StateRequest:
-    """A parameter that is stepped chunk by chunk and needs memory for states."""
+    """A parameter that is stepped chunk by chunk and needs memory for states, which `States.cover` allocates."""
 
     unit: int  # index of its unit
     offload: Offload
@@ -36,8 +36,9 @@ class StateRequest:
 
 
 class States:
-    """The states of one optimizer that are stepped chunk by chunk: their memory or files, and the buffers of the steps.
-    `cover` allocates states, `adopt` takes over those of a load, and `flush` writes a caller's changes to the files."""
+    """The states of one optimizer that are stepped chunk by chunk: their memory or files, and the buffers of the steps. First
+    `cover` allocates states. Before a step, if `is_exposed`, `adopt` takes over states of a load, and `flush` writes a caller's
+    changes to the files. Then `todo` returns the steps, for `host_pipeline` or `step_on_device`."""
 
     def __init__(self, resources: Resources) -> None:
         self._resources, self._device = resources, resources.device
