@@ -26,7 +26,7 @@ from accordion.train.data import (
 )
 from accordion.train.own_task import OwnTask, tried
 from accordion.train.packing import Collate
-from accordion.train.steps import Counted
+from accordion.train.steps import MeanLoss
 from tests.support.own_tasks import Task
 
 SHARE = Share(rank=0, world=1, micro_batch=6, accumulate=1)
@@ -116,7 +116,7 @@ def counted(mesh: object, accumulate: int) -> tuple[float, float, float]:
     counts = torch.tensor([[2.0, 0.0, 5.0], [0.0, 1.0, 9.0], [0.0, 0.0, 0.0], [3.0, 5.0, 1.0]])[:, :accumulate]
     found = []
     for scale in (1.0, 0.0):
-        counter = Counted(accumulate, 4)
+        counter = MeanLoss(accumulate, 4)
         mine = sum(counter.mean_of((sums[rank, i], scale * counts[rank, i])) for i in range(accumulate))
         left = counter.left()
         total = mine * (1.0 if left is None else left)

@@ -59,7 +59,7 @@ class FileLayout:
 
 def layout_of(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Team) -> FileLayout:
     """Return the layout of this rank's file: the boxes of `saved_once.tensors` that this rank writes, and all `rank_tensors`
-    (name in the checkpoint -> plain tensor, saved whole) that have elements.
+    (name in the checkpoint -> plain tensor, saved whole).
 
     The last tensor in the file is JSON with the checksums of the parts: {name of a part in the file: [sum of each piece, ...]}.
     Raises `CheckpointError` for a dtype that safetensors lacks, and for placements that a checkpoint cannot hold.
@@ -70,8 +70,7 @@ def layout_of(saved_once: Contents, rank_tensors: Mapping[str, Tensor], team: Te
         is_writer = writes(tensor) if isinstance(tensor, DTensor) else team.leads
         if is_writer and box.numel:
             parts.append(WritePart(name, entry_name(name, box.offset), local_data(tensor)))
-    whole = [(name, tensor.detach()) for name, tensor in rank_tensors.items() if tensor.numel()]
-    parts += [WritePart(name, entry_name(name, (0,) * tensor.dim()), tensor) for name, tensor in whole]
+    parts += [WritePart(name, entry_name(name, (0,) * t.dim()), t.detach()) for name, t in rank_tensors.items()]
     # Large elements come first, so that each part begins at a multiple of its element's size.
     parts.sort(key=lambda part: -part.data.element_size())
     kind = kind_here()
@@ -154,7 +153,8 @@ def described(form: Manifest, folder: Folder) -> Manifest:
             name, offset = split_entry_name(part.name)
             chunk = TensorChunk(file_name, Box(offset, part.shape), part.at, tuple(sums[part.name]))
             if name.startswith(OF_RANKS):
-                of_ranks[name] = TensorEntry(dtype=part.dtype, shape=part.shape, placements=None, chunks=(chunk,))
+                parts = (chunk,) if chunk.box.numel else ()
+                of_ranks[name] = TensorEntry(dtype=part.dtype, shape=part.shape, placements=None, chunks=parts)
             else:
                 chunks[name].append(chunk)
     tensors = {name: replace(entry, chunks=tuple(chunks[name])) for name, entry in form.tensors.items()}

@@ -50,16 +50,17 @@ def linear_cross_entropy(
         z_loss: add `z_loss` times the squared logarithm of the softmax's denominator.
         soft_cap: replace each logit `x` by `soft_cap * tanh(x / soft_cap)`.
         shift: token i predicts label i + 1 of its sequence: drop the last token of `hidden` and the first label.
-        over_ranks: for "mean", divide the sum by the mean number of tokens per rank (a collective), so that averaged gradients
-            are those of the mean over the tokens of all ranks, and the mean of all ranks' losses is the loss of the whole batch.
+        over_ranks: for "mean" and a sharded head, divide the sum by the mean number per rank of tokens that have a loss (a
+            collective), so that averaged gradients are those of the mean over the tokens of all ranks, and the mean of all
+            ranks' losses is the loss of the whole batch.
         chunk_tokens: number of tokens per chunk; by default the logits of a chunk take at most 128 MiB.
         head_rows: gather some rows of the head at a time, twice, so that no rank has the whole head or its whole gradient in
-            memory. The head must be a unit of its own.
+            memory. The head must be a unit of its own. No effect if it is not sharded.
 
     Raises:
         UsageError: if `head` is no linear layer, or with `head_rows` no unit of its own, if `reduction` is unknown, if shapes do
-            not match, or if labels on the host are outside of the vocabulary. A second backward of "mean" or "sum" raises it too,
-            or `RuntimeError` if torch's own function has computed the loss, as it does for plain losses in float32.
+            not match, or if labels on the host are outside of the vocabulary. Without `head_rows`, a second backward of "mean" or
+            "sum" raises this or a `RuntimeError`, even with `retain_graph=True`.
     """
     loss = TokenLoss(ignore_index, label_smoothing, z_loss, soft_cap, chunk_tokens)
     if shift:

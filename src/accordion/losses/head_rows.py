@@ -111,13 +111,15 @@ class RowLosses(torch.autograd.Function):
 
 
 def chunks(loss: TokenLoss, labels: Tensor, weight: Tensor) -> list[slice]:
-    """Return slices that divide the tokens of `labels` into chunks. The more rows `weight` has, the shorter are the chunks."""
+    """Return slices of `loss.num_rows(rows of weight)` tokens that divide the tokens of `labels` into chunks; the last slice
+    may reach beyond the end."""
     step = loss.num_rows(max(1, weight.shape[0]))
     return [slice(start, start + step) for start in range(0, len(labels), step)]
 
 
 def logits_of(loss: TokenLoss, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return logits (tokens, words), capped by `loss`, in float32 or wider, computed in the dtype of `hidden` (tokens, width)."""
+    """Return logits (tokens, words), capped by `loss`, in float32 or wider, computed in the dtype of `hidden` (tokens, width).
+    weight: (words, width); bias: (words,)."""
     bias = None if bias is None else bias.to(hidden.dtype)
     logits = F.linear(hidden, weight.to(hidden.dtype), bias)
     return loss.capped_(logits.to(torch.promote_types(logits.dtype, torch.float32)))

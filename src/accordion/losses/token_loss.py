@@ -29,7 +29,8 @@ class Targets(NamedTuple):
 class TokenLoss:
     """The loss of one token as a function of its logits. `ignore_index`: label of tokens without a loss. `label_smoothing`: as
     in `torch.nn.functional.cross_entropy`. `z_loss`: factor of the squared logarithm of the softmax's denominator. `soft_cap`:
-    replace each logit `x` by `soft_cap * tanh(x / soft_cap)`. `chunk_tokens`: tokens per chunk; None: as `CHUNK_BYTES` allows."""
+    replace each logit `x` by `soft_cap * tanh(x / soft_cap)`; None: keep it. `chunk_tokens`: tokens per chunk; None: as
+    `CHUNK_BYTES` allows."""
 
     ignore_index: int
     label_smoothing: float
@@ -44,7 +45,7 @@ class TokenLoss:
 
     @property
     def is_plain(self) -> bool:
-        """Return True if `torch.nn.functional.linear_cross_entropy` can compute the loss: no smoothing, no `z_loss`, no cap."""
+        """True if `torch.nn.functional.linear_cross_entropy` can compute the loss: no smoothing, no `z_loss`, no cap."""
         return not self.label_smoothing and not self.z_loss and self.soft_cap is None
 
     def targets(self, labels: Tensor) -> Targets:
@@ -59,7 +60,7 @@ class TokenLoss:
 
     def losses(self, log_sum: Tensor, own: Tensor, mean: Tensor | None, counts: Tensor) -> Tensor:
         """Return the loss of each token, zero if `counts` is False; all tensors are (tokens,). log_sum: logarithm of the sum of
-        exponentials of a token's logits; own: logit of its label; mean: mean of its logits, for label smoothing."""
+        exponentials of a token's logits; own: logit of its label; mean: mean of its logits; None without label smoothing."""
         losses = log_sum - (1 - self.label_smoothing) * own
         if mean is not None:
             losses = losses - self.label_smoothing * mean

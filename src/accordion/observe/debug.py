@@ -84,8 +84,8 @@ class PlaceObserver(Observer):
         self._moves()
 
     def as_values(self) -> dict[str, Any]:
-        """Return JSON data: "unit": [index and name of the innermost unit], or [] outside of all units; "phase"; "collective":
-        text, or None outside of collectives; "for_s": seconds since the unit changed."""
+        """Return JSON data: "unit": ["3 (layers.3)"], index and name of the innermost unit, or [] outside of all units;
+        "phase": text; "collective": text, or None outside of collectives; "for_s": seconds since the unit changed."""
         return {
             "unit": [f"{unit.index} ({unit.name or 'root'})" for unit in self._units[-1:]],
             "phase": self._position.phase,
@@ -95,8 +95,8 @@ class PlaceObserver(Observer):
 
 
 def place_of_rank() -> str:
-    """Return JSON text: under "models" the unit, phase, collective and seconds of this rank in each observed model, and under
-    "stack" the frames of its main thread, the outermost first."""
+    """Return JSON text: under "models" a list of the `as_values` of each observed model, and under "stack" a list of the
+    frames, as text, of this rank's main thread, the outermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     # torch's template escapes nothing, and a browser would take `<module>` for a tag.
     stack = [

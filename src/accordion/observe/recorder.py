@@ -44,12 +44,12 @@ HOST_STEP = "host step"  # lane of the threads that step offloaded parameters
 def observe(model: nn.Module, *, steps: int = 3) -> Iterator[Trace]:
     """Context manager that records the next `steps` training steps of a sharded model, and yields their `Trace`.
 
-    A step is everything from the first forward with gradients to the end of the last `optimizer.step()` before the next forward,
-    so all micro-batches belong to it. The trace is empty until the block ends. The end of the block is collective: on every rank,
-    the trace gets the steps of all ranks. If the block raises, its end is not collective, and the trace has this rank alone. On
-    CPU one more step is recorded before the others, to count allocations, which takes time. Begin the block after a few steps of
-    training, because in the first ones the host waits for other ranks. Raises `UsageError` if the model is not sharded or is
-    observed already, or if `steps` is less than 1.
+    A step is everything from the first forward with gradients to the end of the last `optimizer.step()` before the next such
+    forward, so all micro-batches belong to it. The trace is empty until the block ends. The end of the block is collective: on
+    every rank, the trace gets the steps of all ranks. If the block raises, its end is not collective, and the trace has this
+    rank alone. On CPU one more step is recorded before the others, to count allocations, which takes time. Begin the block
+    after a few steps of training, because in the first ones the host waits for other ranks. Raises `UsageError` if the model is
+    not sharded or is observed already, or if `steps` is less than 1.
     """
     engine = sharded_engine(model, "observe")
     if steps < 1:
@@ -89,7 +89,8 @@ class StepLog:
 
 class Recorder(Observer):
     """Observer that records the first `num_steps` training steps between `attach` and `detach`: spans of the compute stream and
-    the side streams, times in which units are unsharded, and memory. `result` returns the record."""
+    the side streams, times in which units are unsharded, and memory. On CPU, memory is that of one more step before these.
+    `result` returns the record."""
 
     def __init__(self, engine: Engine, num_steps: int) -> None:
         self._engine, self._device, self._num_steps = engine, engine.context.device, num_steps
@@ -283,7 +284,7 @@ class Recorder(Observer):
     # -- the result
 
     def result(self) -> RankTrace:
-        """Return the recorded steps as plain values. The host waits for the device."""
+        """Return the recorded steps as plain values. Call this after `detach`. The host waits for the device."""
         clock, engine = self.clock, self._engine
         clock.settle()
         start_us = clock.us(self._logs[0].start) if self._logs else 0.0
@@ -357,7 +358,8 @@ def _spans_of(log: StepLog, clock: HostClock, start_us: float) -> Iterator[Trace
 
 class _RecordedTransfer(Transfer):
     """A transfer that records two spans: in `log`, its time on the side stream `lane`; through `recorder`, the compute stream's
-    wait for it. `args`: those of `Transfer`. The unit of both spans is the number after "unit" in its name in messages."""
+    wait for it. `args`: those of `Transfer`. The unit of both spans is the number after "unit" in the transfer's name in
+    messages; -1 if that has none."""
 
     __slots__ = ("_ends", "_lane", "_log", "_num_works", "_recorder", "_start", "_unit")
 

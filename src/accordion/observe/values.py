@@ -24,9 +24,10 @@ class UnitFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpan:
-    """Work from `start_us` to `end_us`, in microseconds after the first recorded step began. `lane`: `COMPUTE`, `WAIT`, `UNITS`,
-    or the name of a side stream or of host work. `kind`: on `COMPUTE` "forward", "backward", "optimizer" or "other"; on `WAIT`
-    the lane that is waited for; on `UNITS` "full"; else the lane. `unit`: index of the unit that the work is for, or -1."""
+    """Work from `start_us` to `end_us`, in microseconds after the first recorded step began. `lane`: `COMPUTE`, `WAIT`,
+    `UNITS`, or the name of a side stream or of host work. `kind`: on `COMPUTE` "forward", "backward", "optimizer" or "other";
+    on `WAIT` the lane that is waited for; on `UNITS` "full"; else the lane. `unit`: index, in `RankTrace.units`, of the unit
+    that the work is for; -1 if it is for none."""
 
     lane: str
     kind: str
@@ -53,16 +54,17 @@ class MemoryPoint:
 
     @property
     def total(self) -> int:
-        """Return the sum of the four kinds, without shards and optimizer states."""
+        """Sum of the four kinds in bytes, without shards and optimizer states."""
         return self.full + self.gradients + self.activations + self.other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
-    """The recorded steps of one rank. `steps`: (start, end) of each step, in microseconds after the first step began.
+    """The recorded steps of one rank. `device`: type, such as "cuda". `units`: in the order of their indices. `steps`: (start,
+    end) of each step, in microseconds after the first step began. `spans`: of all lanes, in no particular order.
 
-    `memory`: memory over one step. `memory_step`: the index of that step in `steps`. It is -1 on CPU, where memory is recorded in
-    an earlier step that is not in `steps`, because counting allocations takes time. `shard_bytes`, `state_bytes`: bytes of
+    `memory`: memory over one step. `memory_step`: the index of that step in `steps`. It is -1 on CPU, where memory is recorded
+    in an earlier step that is not in `steps`, because counting allocations takes time. `shard_bytes`, `state_bytes`: bytes of
     this rank's shards of parameters, and of its optimizer states on the device, between steps.
     """
 

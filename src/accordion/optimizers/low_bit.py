@@ -67,7 +67,8 @@ class LowBitStates(Optimizer):
         raise NotImplementedError
 
     def keep_whole_shapes(self) -> None:
-        """Record in `_whole` the shape of each sharded parameter, since a step sees local tensors in place of the parameters."""
+        """Record in `_whole` the shape of each sharded parameter, since a step sees local tensors in place of the parameters.
+        Call this outside of a step, once the mixin is added, and after a change of the parameters."""
         self._whole = {
             p: FullShape(id(p), p.shape, bool(_splits(p))) for p in params_of(self) if isinstance(p, DTensor)
         }
@@ -306,7 +307,8 @@ def _splits(p: DTensor) -> list[int] | None:
 def _changed(
     states: Mapping[Any, Any], params: Mapping[Any, Tensor], change: Callable[[DTensor, Mapping[str, Any]], Any]
 ) -> dict[Any, Any]:
-    """Return a copy of `states` with `change(p, entry)` for the entry of each DTensor p. `params`: key in `states` -> p."""
+    """Return a copy of `states` with `change(p, entry)` for the entry of each DTensor p; other entries are shared. `params`:
+    key in `states` -> p."""
     pairs = {key: (params.get(key), entry) for key, entry in states.items()}
     return {key: change(p, entry) if isinstance(p, DTensor) else entry for key, (p, entry) in pairs.items()}
 

@@ -94,8 +94,9 @@ def sharded_engines() -> weakref.WeakSet[Engine]:
 
 
 class Owners:
-    """Choice, equal on all ranks, of an owner rank for each parameter in param `groups`, and of buckets of parameters to exchange
-    together. The constructor is collective, and raises `UsageError` if tensor or expert parallelism splits a parameter."""
+    """Choice, equal on all ranks, of an owner rank for each parameter in the param `groups` of an optimizer: `matrices[i]` has
+    that of `params[i]`. `buckets` chooses the parameters to exchange together. The constructor is collective, and raises
+    `UsageError` if tensor or expert parallelism splits a parameter."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         pairs = [(i, p) for i, group in enumerate(groups) for p in group["params"]]
@@ -134,8 +135,9 @@ class Owners:
         self._buckets: list[list[Matrix]] = []
 
     def buckets(self, stepped: set[int]) -> list[list[Matrix]]:
-        """Return the matrices with the indices `stepped` in buckets, each of one division, dtype and device. Within a param
-        group, matrices with more work come first, so the work in a bucket is about equal for all owners."""
+        """Return the matrices with the indices `stepped`, the same on all ranks, in buckets, each of one division, dtype and
+        device. Within a param group, matrices with more work come first, so the work in a bucket is about equal for all
+        owners."""
         if stepped == self._stepped:
             return self._buckets
         buckets: dict[Any, list[list[Matrix]]] = {}
@@ -258,7 +260,8 @@ def _exchanged(
 
 class WholeStep(Optimizer):
     """Base of the mixins that step whole matrices: every rank calls `_pack` on its rows of a parameter, the owner `_compute` on
-    the whole tensor, and every rank `_unpack` on its rows of the result. In `step` the parameters are local tensors."""
+    the whole tensor, and every rank `_unpack` on its rows of the result, if it has a gradient. A parameter that is not divided
+    is computed on every rank. Call `current_owners` before `step`, in which the parameters are local tensors."""
 
     _owners: Owners | None = None
 
@@ -293,7 +296,8 @@ class WholeStep(Optimizer):
     @Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Step all parameters that have a gradient on this rank. Collective. Call `current_owners` and the closure before."""
+        """Step all parameters that have a gradient on this rank; for others that require one, only exchange rows. Collective.
+        Call `current_owners` and the closure before."""
         params, owners = params_of(self), self._owners
         assert owners is not None, "`current_owners` was called before"
         # Also those without a gradient: a rank that has one would wait for this rank's rows. `StepWatch` names such ranks.

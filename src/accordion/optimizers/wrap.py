@@ -150,8 +150,9 @@ class StepHooks:
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Notify the watches. Then, if `optimizer` is not wrapped, raise `UsageError` if it cannot step its sharded parameters:
-        they are parked, or an `Offload` steps them chunk by chunk; it is an Adafactor or LBFGS; or it has loaded another rank's
-        states. The first call for `optimizer` registers a hook on it that checks later loads."""
+        they are parked, or an `Offload` steps them chunk by chunk; it is an LBFGS, or an Adafactor of parameters on several
+        ranks; or it has loaded another rank's states. The first call for `optimizer` registers a hook on it that checks later
+        loads."""
         self._notify("steps", optimizer)
         if isinstance(optimizer, LocalStep) or not any(OURS in vars(p) for p in params_of(optimizer)):
             return
@@ -280,8 +281,10 @@ def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices:
             parameter steps it whole and keeps its states. Steps and state dicts are collective. Not together with `elementwise`.
 
     Raises:
-        UsageError: for an optimizer that is not of torch.optim, without a promise; for LBFGS, SparseAdam and Adafactor; for one
-            without sharded parameters or made before `shard`; or if Muon or `whole_matrices` meets offloaded parameters.
+        UsageError: without a promise, for an optimizer other than Muon, elementwise ones of torch.optim and low-bit ones; for
+            LBFGS, SparseAdam, and an Adafactor of parameters on several ranks; for one without sharded parameters, made before
+            `shard`, or whose step was replaced; if Muon or `whole_matrices` meets offloaded parameters; or if ranks would split
+            low-bit blocks.
     """
     target: object = optimizer
     if not isinstance(target, Optimizer):
@@ -415,7 +418,8 @@ def norm_parts(
     params: Iterable[Tensor], owned: Mapping[int, tuple[Engine, Param]], value_of: Callable[[Tensor], Tensor | None]
 ) -> list[NormPart]:
     """Return this rank's values of `params` as a row for `norms`: one part per set of ranks over which values are sharded.
-    `value_of` returns a parameter's value, such as its gradient, or None to skip it. All ranks must pass the same `params`."""
+    `owned`: from `owned_by_id`; other parameters count whole. `value_of(p)` returns the value of parameter p, such as its
+    gradient, or None to skip p. All ranks must pass the same `params`."""
     parts: dict[tuple[int, ...], NormPart] = {}
     for p in params:
         communicators, counts = _norm_over(*owned[id(p)]) if id(p) in owned else ([], True)
@@ -436,8 +440,8 @@ def scale_gradients(model: nn.Module, factor: Tensor) -> None:
 
 
 def _norm_over(engine: Engine, param: Param) -> tuple[Sequence[Communicator], bool]:
-    """Return (communicators over which the norm of a gradient is reduced, True if this rank's rows of it count, False if another
-    rank counts the same rows)."""
+    """Return (communicators over which the norm of the gradient of `param` is reduced, True if this rank's rows of that
+    gradient count, False if another rank counts the same rows)."""
     context, model = param.context, engine.context
     if context is model or param.around is not None:
         cut = list(context.cut_communicators) if param.cut.dim is not None else []

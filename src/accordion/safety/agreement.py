@@ -54,7 +54,8 @@ class CatchUp(NamedTuple):
     num_done: int | None  # None: to the end
 
     def is_for(self, report: Mapping[str, Any]) -> bool:
-        """Return True if the rank that sent `report`, one of the reports for `choose`, is behind."""
+        """Return True if the rank that sent `report` (see `choose`) is behind in forward `root`. False for a rank that is still
+        in an earlier forward, which it ends first."""
         num_done = report["num_done"] if report["root"] == self.root else None
         return num_done is not None and (self.num_done is None or num_done < self.num_done)
 
@@ -90,9 +91,10 @@ def choose(reports: Iterable[Mapping[str, Any]]) -> UnitCall | CatchUp | None:
 
 
 class OrderAgreement(Observer):
-    """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips.
-    `hooks`: one per unit. `always`: ranks agree on each step, even if it repeats the last forward (`debug="order"`). It is set
-    to True once ranks have called different units."""
+    """Observer that lets ranks agree on the next unit of a forward, and makes dummy calls of units that this rank skips. Other
+    code calls only `must`, before ranks do something together. `hooks`: those of each unit, in the order of their indices.
+    `always`: ranks agree on each step, even if it repeats the last forward (`debug="order"`). It is set to True once ranks have
+    called different units. The constructor sets `monitor.join`."""
 
     def __init__(
         self, engine: Engine, hooks: Sequence[Hooks], monitor: DivergenceMonitor, *, always: bool = False
@@ -127,8 +129,8 @@ class OrderAgreement(Observer):
 
     def unit_enters(self, unit: Unit, differentiable: bool, by_read: bool) -> None:
         """Wait until all ranks call `unit`, and before that make dummy calls of units that other ranks call first. Raises
-        `DivergenceError` if dummy calls cannot bring the ranks together. Does nothing if the last forward called `unit` at this
-        point too (unless ranks agree on each step), or if this forward needs no other rank."""
+        `DivergenceError` if dummy calls cannot bring the ranks together. Only records the call if `trusts_history` is True and
+        the last forward of this kind called `unit` at this point too. Does nothing if this forward needs no other rank."""
         depth = self._engine.depth - len(self.open_dummies)
         step = UnitCall(unit.index, differentiable, depth, unit.trained.indices, reads=by_read)
         if self._silent or (self.trusts_history and self._expected.matches(FORWARD, step)):
@@ -231,8 +233,8 @@ class OrderAgreement(Observer):
                 return chosen
 
     def must(self, what: str) -> None:
-        """Wait for the other ranks, if any, until all are about to do `what`. Raises `DivergenceError` if a rank will not do
-        it."""
+        """Wait until all ranks have called this with the same `what`, a verb phrase such as "begins a backward". Raises
+        `DivergenceError` if a rank will not. Returns at once without other ranks."""
         while reports := self._monitor.meet({"what": what, "step": None, "must": what, **self._position()}):
             if all(r.get("must") == what for r in reports.values()):
                 # One rank may have run silent forwards alone, so numbers may differ.
@@ -241,8 +243,9 @@ class OrderAgreement(Observer):
             self._decide(reports)
 
     def join_meeting(self, what: str) -> dict[int, dict[str, Any]]:
-        """Join a meeting (a barrier with reports) that another rank opened while this rank waits in a collective; return the
-        reports by rank, {} if all are equal. Raises `DivergenceError` if dummy calls cannot bring ranks together."""
+        """Join a meeting (a barrier with reports) that another rank opened while this rank waits in a collective, `what` for
+        messages; return rank -> report, {} if all are equal. Raises `DivergenceError` if dummy calls cannot bring ranks
+        together."""
         reports = self._monitor.meet({"what": what, "step": None, **self._position()}) or {}
         if reports:
             self._decide(reports)
@@ -252,8 +255,9 @@ class OrderAgreement(Observer):
         return {"root": self._root, "num_done": self._expected.num_done(FORWARD)}
 
     def _decide(self, reports: Mapping[int, Mapping[str, Any]]) -> UnitCall | None:
-        """Return the step that all ranks take next, or None if some ranks must catch up first, maybe this one. The first time
-        that ranks diverge, set `always` and log a warning. Raises `DivergenceError` if dummy calls cannot help."""
+        """Return the step that all ranks take next; None if some ranks may only be late, or must catch up first, for which this
+        rank sets `_num_to_follow` if it is behind. `reports`: rank -> report, as `choose` takes them. The first time that ranks
+        diverge, set `always` and log a warning. Raises `DivergenceError` if dummy calls cannot help."""
         outcome = choose(reports.values())
         if outcome is None:
             self._monitor.fail_diverged(reports)

@@ -18,8 +18,8 @@ from accordion.safety.weight_reads import WeightReads
 
 
 def attach_safety(engine: Engine, hooks: Sequence[Hooks], debug: Collection[str]) -> None:
-    """Attach the checks of this folder to `engine` and its modules. Call this after all units exist. `hooks`: one per unit.
-    `debug`: any of "order", "finite" and "streams", for more checks."""
+    """Attach the checks of this folder to `engine` and its modules. Call this after all units exist. `hooks`: those of each
+    unit, in the order of their indices, the root's first. `debug`: any of "order", "finite" and "streams", for more checks."""
     monitor, reads = monitor_of(engine.context), WeightReads(engine)
     engine.observers.attach(OneCaller(alone=not monitor.listens))
     if monitor.listens:

@@ -58,13 +58,14 @@ class _Wait:
 
 
 class DivergenceMonitor(Observer):
-    """Observer that reports to the other ranks what this rank does, and raises `DivergenceError` if ranks diverge.
+    """Observer that reports to the other ranks what this rank does, and raises `DivergenceError` if ranks diverge. Each context
+    is created with one; `monitor_of` returns it.
 
     Reports go over a `Hub` (TCP connections), not in collectives; in the common case nothing is sent. A rank that leaves the
-    order of its last pass opens a meeting, a barrier with reports. The others, which wait in their next collective, see that
-    and join, and `OrderAgreement` decides what to do. In other waits, each rank posts (sends to all others) after
-    `REPORT_AFTER_S` what it waits for; if all ranks wait and none can continue, each raises an error with all posts. On NCCL
-    the host does not wait in collectives and sees no meeting: ranks that left the order raise after `LOST_S`, or the job's
+    order of its last pass opens a meeting (`meet`), a barrier with reports. The others, which wait in their next collective
+    (`wait`), see that and join, and `OrderAgreement` decides what to do. In other waits, each rank posts (sends to all others)
+    after `REPORT_AFTER_S` what it waits for; if all ranks wait and none can continue, each raises an error with all posts. On
+    NCCL the host does not wait in collectives and sees no meeting: ranks that left the order raise after `LOST_S`, or the job's
     timeout if that is shorter.
     """
 
@@ -163,12 +164,12 @@ class DivergenceMonitor(Observer):
     # -- meetings
 
     def meet(self, report: Mapping[str, Any]) -> dict[int, dict[str, Any]] | None:
-        """Join the next meeting, and wait until all ranks have joined it. Return None if all reports are equal, else a dict from
-        rank to its `report` together with its facts for `advice`.
+        """Join the next meeting, and wait until all ranks have joined it. Return None if all reports are equal, else a dict
+        from rank to its `report` together with its facts for `advice`.
 
         `report`: JSON data; `report["what"]` tells what this rank does, for messages. Raises `DivergenceError` if a rank has
         failed or ended, if ranks wait for each other in different places, or after `LOST_S` or the job's timeout, whichever is
-        shorter. Without other ranks, returns None at once.
+        shorter. Without other ranks, and after the job's process groups were destroyed, returns None at once.
         """
         self.num_since_meeting = 0
         if (hub := self._hub) is None:
@@ -203,8 +204,9 @@ class DivergenceMonitor(Observer):
         self.fail(f"ranks have diverged: {wording.doing_of(reports)}; {wording.advice(reports)}")
 
     def _fail_in_backend(self, what: str, error: BaseException) -> NoReturn:
-        """Raise `DivergenceError` in place of a backend's `error`. Its text names the rank that caused the error if the hub
-        learns of one within `ECHO_S`, otherwise what the other ranks do."""
+        """Raise `DivergenceError` in place of a backend's `error`. Its text names the rank that caused `error` if the hub
+        learns of one within `ECHO_S` (of a timeout: knows of one already), otherwise what the other ranks do, or else quotes
+        `error`."""
         self.position.doing = what
         if (hub := self._hub) is not None:
             is_out_of_time = wording.is_out_of_time(error)
@@ -227,8 +229,9 @@ class DivergenceMonitor(Observer):
     # -- in a collective
 
     def wait(self, pending: Pending, what: str) -> None:
-        """Let the host wait for the works of `pending`. Raises `DivergenceError` if one fails, or if a rank has ended or
-        diverged. `what`: text on what this rank does, for messages."""
+        """Let the host wait for the works of `pending`, and join meetings that other ranks open meanwhile if the backend
+        `can_poll`. Raises `DivergenceError` if a work fails, or if a rank has ended or diverged. `what`: text on what this rank
+        does, for messages."""
         # Without a timeout of ours, a work waits until the backend's.
         timeout = MEETING_POLL if pending.communicator.can_poll else None
         for work in pending.works:
@@ -357,9 +360,10 @@ class DivergenceMonitor(Observer):
             self._fail_mismatch(what)
 
     def send_steps(self, num: int, chain: int) -> None:
-        """Send `chain` to the first rank, which compares it over ranks, but only in every few backwards. Nobody waits. `chain`:
-        the digest of this rank's optimizer steps up to its backward number `num`. Raises `DivergenceError` if digests of some
-        backwards ago differed, at the same backward on every rank. Does nothing without other ranks."""
+        """Send `chain`, the digest of this rank's optimizer steps up to its backward number `num`, to the first rank, which
+        compares it over ranks; only for the first `DIGEST_STEPS` backwards, and then for every `DIGEST_STEPS`-th. Nobody waits.
+        Raises `DivergenceError` if digests of some backwards ago differed, at the same backward on every rank. Does nothing
+        without other ranks."""
         if (hub := self._hub) is None:
             return
         # Digests are chained, so the last one that every rank knows of also tells that earlier ones differed.

@@ -40,7 +40,7 @@ _meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
 def answer_for_shards(engine: Engine) -> None:
     """Register the operator handlers of this module in the process. From then on they act on `engine`'s parameters and on
-    DTensors on their meshes. An operator for which other code has registered a handler keeps that one."""
+    DTensors on their meshes. An operator for which other code has registered a handler keeps it."""
     for param in [param for unit in engine.units for param in unit.params]:
         vars(_torch.local_of(param.sharded).untyped_storage())[OWNER] = weakref.ref(param)
         if isinstance(param.sharded, DTensor):
@@ -70,12 +70,13 @@ def _param_of(tensor: Any) -> Param | None:
 
 
 def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `operator`, which draws random numbers. Return the tensor `args[0]` itself if `operator` writes into it (`DRAWS_INTO`),
-    otherwise a new DTensor like it.
+    """Run `operator`, which draws random numbers. Return the tensor `args[0]` itself if `operator` writes into it
+    (`DRAWS_INTO`), otherwise a new DTensor like it.
 
-    For a parameter on a CPU, torch would draw equal rows on all ranks. So the numbers of the whole tensor are drawn, which needs
-    memory for them, and this rank's rows are kept. On accelerators, and for tensors that are no parameters, torch's
-    implementation is called. Raises `UsageError` if this version of torch would divide the numbers in another way.
+    For a parameter on a CPU, torch would draw equal rows on all ranks. So the numbers of the whole tensor are drawn, which
+    needs memory for them, and this rank's rows are kept. On accelerators, and for tensors that are no parameters, torch's
+    implementation is called. Raises `UsageError` if this version of torch would divide the numbers in another way, and for a
+    view that `_begin_write` refuses.
     """
     tensor = args[0]
     param = _param_of(tensor)

@@ -44,8 +44,8 @@ class FirstInputs(Observer):
 
 
 def have_own_data(engine: Engine) -> bool:
-    """Return True if every rank should train on data of its own: no mesh of the model has a name of tensor, sequence, context or
-    expert parallelism, and no parameter has a mesh of its own or is wrapped in a subclass."""
+    """Return True if every rank should train on data of its own: no mesh dim of the model has "tp", "sp", "cp" or "ep" in its
+    name (as "dp_cp" has), and no parameter has a mesh of its own or is wrapped in a subclass."""
     params = [param for unit in engine.units for param in unit.params]
     meshes = [param.sharded.device_mesh for param in params if isinstance(param.sharded, DTensor)]
     names = {part for mesh in meshes for name in mesh.mesh_dim_names or () for part in name.split("_")}

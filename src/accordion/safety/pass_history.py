@@ -27,9 +27,10 @@ class _OpenPass:
 class PassHistory:
     """Record of past passes that predicts the next event in a pass, such as a call of a unit, and the kind of the next pass.
 
-    A pass is one forward or backward. Its kind is any value that tells passes apart. `begin` and `end` return True if the pass
-    began or ended as predicted. After an unexpected event, prediction resumes after an equal event that comes later in the last
-    pass of that kind; if there is none, the prediction does not move.
+    A pass is one forward or backward. Its kind is any value that tells passes apart. Call `begin`, then `note` or `matches` for
+    each event, then `end`; one pass of each phase may be in progress. `begin` and `end` return True if the pass began or ended
+    as predicted. After an unexpected event, prediction resumes after an equal event that comes later in the last pass of that
+    kind; if there is none, the prediction does not move.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,8 @@ class PassHistory:
         return expected
 
     def following(self, phase: Phase) -> Hashable:
-        """Return the event that is expected next in the pass of this `phase`, which must be in progress; None at its end."""
+        """Return the event that is expected next in the pass of this `phase`, which must be in progress; None if no further
+        event is expected, also if the pass is the first of its kind."""
         run = self._open[phase]
         return run.last[run.at] if run.at < len(run.last) else None
 

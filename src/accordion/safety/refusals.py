@@ -57,7 +57,8 @@ class NotForDDP:
 
 def guard(hooks: Hooks) -> None:
     """Replace methods of a unit's modules, so that they refuse copies, pickles, changes of dtype or device, and DDP. For the root
-    unit, also wrap the model's forward, and have the methods in `TAKES_WHOLE` raise. Call this after attaching the hooks."""
+    unit, also wrap the model's forward, and have the methods in `TAKES_WHOLE` of all modules in the model raise. Call this after
+    attaching the hooks."""
     for module in hooks.attached_modules():
         for name, method in (("__deepcopy__", _refuse_copy), ("__reduce_ex__", _refuse_pickle)):
             module.__dict__[name] = method  # otherwise the hooks fail, with an obscure error

@@ -69,12 +69,13 @@ def same_structure(
     refused: UsageError | None = None,
 ) -> None:
     """Raise `DivergenceError` on every rank, with the differences, if arguments, units or parameters differ between ranks. A
-    collective. An error `refused`, with which this rank has refused its arguments, is raised after the comparison, so that the
-    others do not wait.
+    collective. A rank that has refused its arguments passes the error as `refused`, and raises that after the comparison.
 
-    `owned`: the parameters. `chosen`: (name, module) of each unit, the root first. `arguments`: other arguments of `shard` as
-    text, by name; None: neither they nor buffers are compared.
+    `owned`: the parameters. `chosen`: (name, module) of each unit, in the order of `Owned.owner`, the root first. `arguments`:
+    name -> text of other arguments of `shard`; None: neither they nor buffers are compared. If the text of "sync" is "True",
+    tensors may be on the meta device on some ranks only, and buffers outside of the state dict are compared too.
     """
+    # The other ranks would wait for one that raised `refused` at once.
     sync = (arguments or {}).get("sync") == "True"
     known = STRATEGIES.get(strategy.name) == strategy
     facts = {"strategy": strategy.name if known else str(strategy), **(arguments or {})}
@@ -119,8 +120,8 @@ def arguments_of(mesh: DeviceMesh, sharding: Sharding, sync: bool, debug: Collec
 
 
 def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads: Sequence[Offload]) -> Facts:
-    """Return precision and offload of the units, as text by name: all settings of the root, which comes first and is named "",
-    and those settings of each other unit that differ from the root's."""
+    """Return precision and offload of the units, as text by name: all settings of the root, and those settings of each other
+    unit that differ from the root's. `names`, `precisions`, `offloads`: one entry per unit; the root is first and named ""."""
     kinds = [f.name for f in fields(Precision) if f.name != "overrides"]
     facts: Facts = {}
     root: Facts = {}
@@ -179,9 +180,10 @@ def same_values(
     """Compare values over ranks, and return a function that maps a parameter, as `Owned`, to the tensor to shard. A collective.
     Raises `DivergenceError` on every rank if parameters, or buffers of the state dict, differ.
 
-    The function returns None for a parameter on the meta device. With `sync` nothing is compared, and the function returns the
-    first rank's value. Then all ranks must call it for every parameter in the same order, since each call is a collective.
-    `contexts`: by id of the `Owned`, those of parameters whose values are equal only within a mesh of their own.
+    The function returns None for a parameter on the meta device. With `sync` values are not compared, and the function returns
+    the first rank's; None if the first rank has the parameter on meta, and then it must be there on all ranks. All ranks must
+    call it for every parameter in the same order, since with `sync` each call is a collective. `contexts`: id of the `Owned` ->
+    context of its own mesh, for the parameters whose values are equal only within such a mesh.
     """
     communicators = _communicators(context)
     if sync and communicators:
@@ -263,9 +265,9 @@ def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple
 
 
 def place_buffers(model: nn.Module, precisions: Mapping[int, Precision], context: ShardingContext, sync: bool) -> None:
-    """Move the buffers of `model` to the device, and cast floating-point ones to their unit's precision. With `sync` (a
-    collective) they get the first rank's values. Buffers on the meta device stay there, unless `sync` is set and the first rank
-    has values for them. `precisions`: those of the units, by id of the unit's module; `model` must be among them."""
+    """Move the buffers of `model` to the device, and cast floating-point ones to `Precision.buffers` of their unit. With `sync`
+    (a collective) they get the first rank's values. Buffers on the meta device stay there, unless `sync` is set and the first
+    rank has values for them. `precisions`: those of the units, by id of the unit's module; `model` must be among them."""
     synced: dict[int, Tensor] = {}
     if sync and _communicators(context):
         named = {f"buffer {name!r}": buffer for name, buffer in buffers_of(model, all_of_them=True)}
@@ -295,8 +297,8 @@ def _communicators(context: ShardingContext) -> list[Communicator]:
 
 
 def compare_replicas(engine: Engine) -> None:
-    """Raise `DivergenceError` on every rank if replicas of a shard differ. A collective; does nothing without replicas. The host
-    waits for optimizer steps in progress. Parameters with a mesh of their own are not compared."""
+    """Raise `DivergenceError` on every rank if replicas of a shard differ. A collective; does nothing without replicas. The
+    host waits for optimizer steps in progress. Parameters with a mesh of their own, and tensor subclasses, are not compared."""
     context, monitor = engine.context, monitor_of(engine.context)
     if context.replicate.num_ranks < 2 or context.cut_twice or context.replicate.gather.is_fake:
         return  # no other rank has the same shards

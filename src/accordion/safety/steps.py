@@ -35,9 +35,10 @@ Record = dict[str, str]
 
 
 class StepWatch(Observer):
-    """Observer that records the optimizer steps before each backward, and sends the digest that ranks compare. Once created, it
-    gets a call of `stepped` after each step of any torch optimizer in the process. Writes to offloaded parameters are recorded
-    only if made through the DTensors, because other threads step the local tensors."""
+    """Observer that records the optimizer steps before each backward, and sends the digest that ranks compare. Attach it. Its
+    constructor also registers it with `step_hooks`, so that `stepped` is called after each step of any torch optimizer in the
+    process, and sets `monitor.history`. Writes to offloaded parameters are recorded only if made through the DTensors, because
+    other threads step the local tensors. `model`: the module whose mode, training or eval, is recorded."""
 
     def __init__(self, engine: Engine, monitor: DivergenceMonitor, model: weakref.ref[nn.Module]) -> None:
         self._engine, self._monitor, self._model = engine, monitor, model

@@ -18,8 +18,8 @@ from accordion.engine.tree import map_tensors
 
 
 class ListeningParameters(dict[str, Any]):
-    """Dict in place of `module._parameters` that calls `read` before `module.weight` returns, but not when `parameters()` or a
-    state dict iterates over the items."""
+    """Copy of the dict `parameters`, in place of `module._parameters`, that calls `read()` before `module.weight` returns, but
+    not when `parameters()` or a state dict iterates over the items."""
 
     __slots__ = ("_read",)
 
@@ -33,15 +33,16 @@ class ListeningParameters(dict[str, Any]):
 
 
 class WeightReads(Observer):
-    """Observer that unshards a layer when code of another unit reads one of its parameters, until the call of that other unit
-    ends. The read begins a call of the layer, as its forward does, so that the backward unshards the layer too."""
+    """Observer that unshards a layer when code of another unit reads a parameter of the layer, until the call of that other
+    unit ends. The read begins a call of the layer, as the layer's forward does, so that the backward unshards it too. Attach
+    the observer, and call `listen` for each such layer."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._begun: list[tuple[int, Hooks, nn.Module]] = []  # (depth, hooks, layer) of calls in progress
 
     def listen(self, hooks: Hooks, module: nn.Module) -> None:
-        """Replace `module._parameters`, so that a read of a parameter unshards `module`, a layer of the unit of `hooks`."""
+        """Replace `module._parameters`, so that a read in a forward unshards `module`, a layer of the unit of `hooks`."""
         read = partial(self._begin, hooks, weakref.ref(module))
         module.__dict__["_parameters"] = ListeningParameters(module._parameters, read)
 

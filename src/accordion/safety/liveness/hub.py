@@ -54,10 +54,11 @@ class Position:
 
 
 class Hub:
-    """This rank's side of the connections between `links.ranks`: sends reports, and stores those of other ranks.
+    """This rank's side of the connections between `links.ranks`, from `of_job`: sends reports (`post`, `explain`, `arrive`),
+    and stores those of other ranks (`posts`, `gone`, `cause`, `over`).
 
-    `ended`: by rank, text on how its program has ended. `lost`: the entries of `ended` for ranks whose connection is closed.
-    A meeting is a barrier with a name at which ranks exchange texts if these differ. `called`: names of the meetings that another
+    `ended`: by rank, text on how its program has ended. `lost`: the entries of `ended` for ranks whose connection is closed. A
+    meeting is a barrier with a name at which ranks exchange texts if these differ. `called`: names of the meetings that another
     rank has joined with `wakes=True` and that are not over. `over`: by name, the result of each meeting that all ranks have
     joined; whoever waits for the result removes it.
     """
@@ -85,8 +86,8 @@ class Hub:
     @classmethod
     def of_job(cls, ranks: Sequence[int], rank: int, store: Any, name: str) -> Hub:
         """Return the hub of `ranks`. The first call creates it and starts its thread, and is a collective. The hub closes when
-        the job's process groups are destroyed. `store`, `name`: the first rank puts its address into `store` under a key that
-        begins with `name`. Raises `DivergenceError` if ranks cannot connect."""
+        the job's process groups are destroyed and no save holds its lease. `store`, `name`: the first rank puts its address
+        into `store` under a key that begins with `name`. Raises `DivergenceError` if ranks cannot connect."""
         ranks = sorted(ranks)
         hubs = [hub for hub in hubs_of_job() if hub.ranks == ranks]
         if hubs:
@@ -105,7 +106,7 @@ class Hub:
         return self._links.closed
 
     def pause(self, seconds: float) -> None:
-        """Sleep until a message arrives or is sent, at most for `seconds`."""
+        """Sleep until this rank stores or answers a message, its own posts included, at most for `seconds`."""
         with self._changed:
             self._changed.wait(seconds)
 
@@ -125,8 +126,9 @@ class Hub:
             self._links.send(messages.HasEnded(rank=self.rank, text=text, echo=echo))
 
     def explain(self, error: BaseException) -> None:
-        """Report that this rank ends with `error`. If a backend raised `error` because of another rank, first wait up to `ECHO_S`
-        for the cause, and print a sentence with the cause, or else with what other ranks do. Later calls do nothing."""
+        """Report that this rank ends with `error`. If a backend raised `error` because of another rank, first wait up to
+        `ECHO_S` (not after a timeout) for the cause, and print a sentence with the cause, or else with what other ranks do.
+        Later calls do nothing."""
         if self._is_explained:
             return
         self._is_explained = True
@@ -201,7 +203,8 @@ class Hub:
         return next(((rank, text) for rank, _, text in causes), None)
 
     def where(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Ask those of `ranks` that have not ended for their positions; return rank -> text of answers within `ANSWER_S`."""
+        """Ask those of `ranks`, except this one, that have not ended for their positions; return rank -> text of the answers
+        within `ANSWER_S`."""
         wanted = {rank for rank in ranks if rank not in (*self.ended, self.rank)}
         number = next(self._questions)
         answers = self._answers[number] = {}

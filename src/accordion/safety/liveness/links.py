@@ -61,8 +61,9 @@ def give_up(connection: socket.socket, timeout_s: float) -> None:
 
 
 class HubLinks:
-    """The connections of this rank: if it is the first one, to all other ranks, otherwise to the first rank. If a process ends
-    in any way, the system closes its connections. `peers`: the sockets of open connections, by the rank at the other end."""
+    """The connections of this rank: if it is the first of `ranks`, to all others, otherwise to the first. `Hub.of_job` creates
+    it and calls `connect`, then `start`; afterwards `send` and `close` are called. If a process ends in any way, the system
+    closes its connections. `peers`: rank at the other end -> socket of an open connection."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.ranks, self.rank, self.leads = list(ranks), rank, rank == ranks[0]
@@ -130,8 +131,8 @@ class HubLinks:
             faulthandler.enable(self._crash_fd)
 
     def start(self, receive: Callable[[HubMessage], None], check: Callable[[], None]) -> None:
-        """Start the daemon thread that calls `receive` with each message, and `check` at least once a second. A forked process
-        has no such thread, and its copies of the connections are closed."""
+        """Start the daemon thread that calls `receive(message)` for each message, and `check()` at least once a second until
+        `close`. A forked process has no such thread, and its copies of the connections are closed."""
         reference = weakref.ref(self)
 
         def forked() -> None:
@@ -147,8 +148,8 @@ class HubLinks:
         threading.Thread(target=self._listen, args=(receive, check), name="accordion-hub", daemon=True).start()
 
     def send(self, message: HubMessage, to: int | None = None, but: int | None = None) -> None:
-        """Send a message to rank `to`, by default to all peers except `but`. Ignores socket errors. After `close` does
-        nothing."""
+        """Send a message to rank `to`, by default to all peers except `but`. Ignores socket errors. Does nothing after `close`,
+        or if `to` is not one of `peers`: only the first rank reaches all others."""
         line = encoded(message)
         for rank, peer in list(self.peers.items()):
             if rank != but and to in (None, rank) and not self.closed:
@@ -156,7 +157,8 @@ class HubLinks:
                     peer.sendall(line)
 
     def close(self) -> None:
-        """Stop sending. The thread ends after the other ranks have closed their side too, so that all sent messages arrive."""
+        """Stop sending. The thread ends after the other ranks have closed their side too, so that all sent messages arrive; or
+        after `CONNECT_S` without a message."""
         self.closed = True
         self._aim_crash()
         for peer in list(self.peers.values()):

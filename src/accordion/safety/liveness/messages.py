@@ -17,7 +17,8 @@ class HubMessage:
 @dataclass(frozen=True, kw_only=True)
 class HasEnded(HubMessage):
     """The program of `rank` ends. `text`: how, as the end of a sentence that begins with "rank R". `echo`: another rank is the
-    cause. `closed`: the receiver made this message when the connection closed; `text` counts only if `rank` has sent none."""
+    cause. `closed`: the receiver made this message when the connection closed; `text` counts only if `rank` has sent no such
+    message."""
 
     text: str
     echo: bool = False
@@ -26,7 +27,7 @@ class HasEnded(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class Post(HubMessage):
-    """A report of `rank` about the model named `model`, in place of its last one; None withdraws that. Keys of `report`, each
+    """A `report` of `rank` about the model named `model`, in place of its last one; None: only withdraw that. Keys, each
     optional: `what` the rank does, the `ranks` it waits for, why it has `failed`, and facts for `wording.advice`."""
 
     model: str
