@@ -334,7 +334,7 @@ def test_tensor_subclasses_say_how_they_are_gathered(mesh) -> None:
     assert model[0].weight.dtype is torch.bfloat16
     model[0].reshard()
     full_buffer = unit_in(model[0]).groups[-1].full_buffer
-    assert [full.untyped_storage().nbytes() for e in full_buffer._extended for full in e.gathered] == [0]
+    assert [full.untyped_storage().nbytes() for e in full_buffer._params for full in e.gathered] == [0]
     with pytest.raises(ValueError, match="with its own all-gather"):
         acc.full_state_dict(model)
 

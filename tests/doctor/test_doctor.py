@@ -36,23 +36,24 @@ def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_exam, "NUM_BLOCKS", 2)
 
 
+def examine(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, Findings]:
+    """Run `accordion doctor --json` with `words`, and return (exit code, findings by name)."""
+    capfd.readouterr()
+    code = cli.main(["doctor", "--json", *words])
+    data = json.loads(capfd.readouterr().out)
+    severities = [finding["severity"] for finding in data["findings"]]
+    assert data["counts"] == {kind: severities.count(kind) for kind in ("ok", "note", "warning", "problem")}
+    for finding in data["findings"]:
+        assert finding["found"]
+        assert finding["means"]
+        assert finding["do"] or finding["severity"] == "ok"
+    return code, {finding["check"]: finding for finding in data["findings"]}
+
+
 @pytest.fixture
 def examined(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, Findings]]:
-    """Return a function that runs `accordion doctor` on the disk of `folder`, and returns (exit code, findings by name)."""
-
-    def run(folder: Path = tmp_path) -> tuple[int, Findings]:
-        capfd.readouterr()
-        code = cli.main(["doctor", "--device", "cpu", "--json", "--dir", str(folder)])
-        data = json.loads(capfd.readouterr().out)
-        severities = [finding["severity"] for finding in data["findings"]]
-        assert data["counts"] == {kind: severities.count(kind) for kind in ("ok", "note", "warning", "problem")}
-        for finding in data["findings"]:
-            assert finding["found"]
-            assert finding["means"]
-            assert finding["do"] or finding["severity"] == "ok"
-        return code, {finding["check"]: finding for finding in data["findings"]}
-
-    return run
+    """Return a function that examines this machine's CPU and the disk of `folder`."""
+    return lambda folder=tmp_path: examine(capfd, "--device", "cpu", "--dir", str(folder))
 
 
 @pytest.fixture
@@ -212,7 +213,7 @@ WAITED = Failure(
 
 
 def finding(run_dir: Path, capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    code, findings = examined(capfd, str(run_dir))
+    code, findings = examine(capfd, str(run_dir))
     (shown,) = findings.values()
     assert code == (shown["severity"] == "problem")
     return shown

@@ -197,7 +197,7 @@ class ThreadAgreement:
             self._lease = None
 
     def __call__(self, action: Callable[[], object], /) -> object:
-        return agreed(action, self._shared)
+        return agreed(action, self._shared, self._team.ranks)
 
     def _shared(self, text: str) -> list[str]:
         """Send `text` over the hub; return the texts of all ranks, in order. Collective. Raises `CheckpointError` if a rank has

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -60,7 +60,7 @@ class Team:
     def agree(self, action: Callable[[], T]) -> T:
         """Call `action` and return its result once it has succeeded on all ranks. Collective. If it fails on any rank, all raise:
         `UsageError` if all the errors are of that class, else `CheckpointError`."""
-        return agreed(action, self.shared)
+        return agreed(action, self.shared, self.ranks)
 
     def shared(self, text: str, most: int | None = MESSAGE_BYTES) -> list[str]:
         """All-gather `text`: return the texts of all `ranks`, in order, each cut to its first `most` bytes (None: whole).
@@ -95,8 +95,8 @@ class Team:
             ) from error
 
 
-def agreed(action: Callable[[], T], shared: Callable[[str], list[str]]) -> T:
-    """Call `action`, exchange the ranks' errors by `shared`, which all-gathers a text, and return the result of `action`.
+def agreed(action: Callable[[], T], shared: Callable[[str], list[str]], ranks: Sequence[int]) -> T:
+    """Call `action`, exchange the ranks' errors by `shared`, which all-gathers a text over `ranks`, and return its result.
     Collective. If `action` fails on any rank, all ranks raise an error with the messages of those that failed: `UsageError` if
     all their errors are of that class, else `CheckpointError`."""
     failure: Exception | None = None
@@ -108,7 +108,7 @@ def agreed(action: Callable[[], T], shared: Callable[[str], list[str]]) -> T:
     marked = shared(BY_CALLER * isinstance(failure, UsageError) + message)
     if any(marked):
         kind = UsageError if all(text.startswith(BY_CALLER) for text in marked if text) else CheckpointError
-        raise kind(joined([text.removeprefix(BY_CALLER) for text in marked])) from failure
+        raise kind(joined([text.removeprefix(BY_CALLER) for text in marked], ranks)) from failure
     return result
 
 
@@ -118,13 +118,13 @@ def message_of(error: Exception) -> str:
     return text.encode(errors="backslashreplace").decode()  # paths and names may have any bytes
 
 
-def joined(texts: list[str]) -> str:
-    """Return one message from the `texts` of all ranks of a team: the text itself if all are equal, else each different text
-    after its positions in `texts`, as in "rank 0, 2: disk full; rank 1: timeout". Empty texts are left out."""
+def joined(texts: Sequence[str], ranks: Sequence[int]) -> str:
+    """Return one message from the `texts` of `ranks`, in their order: the text itself if all are equal, else each different
+    text after its ranks, as in "rank 0, 2: disk full; rank 1: timeout". Empty texts are left out."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
+    for rank, text in zip(ranks, texts, strict=True):
         if text:
             ranks_of.setdefault(text, []).append(rank)
     if list(map(len, ranks_of.values())) == [len(texts)]:
         return texts[0]
-    return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items())
+    return "; ".join(f"rank {', '.join(map(str, those))}: {text}" for text, those in ranks_of.items())

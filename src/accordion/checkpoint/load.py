@@ -109,7 +109,7 @@ def _checked(files: Files, request: _Request) -> _Plan:
     team = request.team
     if len(set(team.gathered(files.digest))) > 1:
         folder = f"{files.folder}, whose manifest has the digest {files.digest & (2**64 - 1):016x}"
-        folders = joined(team.shared(folder))
+        folders = joined(team.shared(folder), team.ranks)
         raise CheckpointError(
             f"ranks were given different checkpoints, {folders}; pass the path of the same one on all ranks."
         )

@@ -79,8 +79,9 @@ def _unequal_states(team: Team, facts: Mapping[str, str], call: str) -> list[Pla
             other = next(i for i, value in enumerate(values) if value != values[0])
             subject = "" if begins == KIND else f"in {name} "
             raise CheckpointError(
-                f"ranks hold different {what}: {subject}rank 0 has {values[0] or 'nothing'} and rank {other} has "
-                f"{values[other] or 'nothing'}; {call} needs the same model and optimizer, with the same options, on every rank."
+                f"ranks hold different {what}: {subject}rank {team.ranks[0]} has {values[0] or 'nothing'} and rank "
+                f"{team.ranks[other]} has {values[other] or 'nothing'}; {call} needs the same model and optimizer, with the same "
+                "options, on every rank."
             )
     return [(param, key) for param, key in map(json.loads, sorted(unequal))]
 
