@@ -257,7 +257,7 @@ BUDGETS = {
     "optimizers": 1350,
     "pages": 260,
     "plan": 5950,
-    "safety": 3220,
+    "safety": 3210,
     "sequence": 560,
     "shard": 1480,
     "tasks": 510,

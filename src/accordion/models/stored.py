@@ -327,8 +327,7 @@ def adapter_weights(stored: StoredModel) -> dict[str, Tensor]:
 
 
 def dtype_of(stored: StoredModel) -> torch.dtype:
-    """Return the floating-point dtype of most bytes of weights, float32 if all are integers. Raises `UsageError` if
-    unreadable."""
+    """Return the floating-point dtype of most bytes of weights, or float32. Raises `UsageError` if they are unreadable."""
     sizes: Counter[torch.dtype] = Counter()
     if stored.kind == "checkpoint":
         for name, entry in manifest_at(stored.path).tensors.items():

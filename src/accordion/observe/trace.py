@@ -70,8 +70,7 @@ class Trace:
 
     @classmethod
     def open(cls, path: str | Path) -> Trace:
-        """Return the trace that `save` wrote to the file `path`. Raises `UsageError` if the file cannot be read or is no
-        trace."""
+        """Return the trace that `save` wrote to the file `path`. Raises `UsageError` if it is unreadable or no trace."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             if values["accordion_trace"] != FORMAT:

@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def chosen(self) -> Candidate:
-        """Of the candidates that fit on all GPUs and are within 2 % of the fastest, the one that needs least memory. If none
+        """The candidate that needs least memory, of those that fit on all GPUs and are within 2 % of the fastest. If none
         fits, the one for all GPUs that needs least memory, of those not ruled out by a bound if there are any."""
         if self.found.best is not None:
             return self.found.best

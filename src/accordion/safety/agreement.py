@@ -244,8 +244,7 @@ class OrderAgreement(Observer):
 
     def join_meeting(self, what: str) -> dict[int, dict[str, Any]]:
         """Join a meeting (a barrier with reports) that another rank opened while this rank waits in a collective, `what` for
-        messages; return rank -> report, {} if all are equal. Raises `DivergenceError` if dummy calls cannot bring ranks
-        together."""
+        messages. Return rank -> report, {} if all are equal. Raises `DivergenceError` if dummy calls cannot help."""
         reports = self._monitor.meet({"what": what, "step": None, **self._position()}) or {}
         if reports:
             self._decide(reports)

@@ -291,8 +291,7 @@ class DivergenceMonitor(Observer):
 
     def _report(self, hub: Hub, wait: _Wait) -> None:
         """Post that this rank waits, and count this call in `wait`. Raise `DivergenceError` if a rank has failed, or if all
-        ranks waited in different places in `POLLS` calls in a row. In call number `SILENT_POLLS`, log the ranks without a
-        post."""
+        ranks waited in different places in `POLLS` calls in a row. In call number `SILENT_POLLS`, log ranks without post."""
         doing = self._doing(wait.what)
         self._tell({"ranks": wait.ranks, "what": doing, **self._facts})
         posts = hub.posts(self._prefix)

@@ -300,8 +300,7 @@ class Bucket:
 
 
 def _steps(gathers: list[RowGather]) -> Steps:
-    """Yield the collectives of `gathers`, inner levels first, one for each communicator and kind of message. Clears
-    `gathers`."""
+    """Yield the collectives of `gathers`, inner levels first, one per communicator and kind of message. Clears `gathers`."""
     for depth in range(max((len(gather.levels) for gather in gathers), default=0)):
         by_communicator: dict[int, tuple[Communicator, list[RowGather]]] = {}
         for gather in [gather for gather in gathers if depth < len(gather.levels)]:

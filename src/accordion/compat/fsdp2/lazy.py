@@ -83,8 +83,7 @@ def _collect(by: weakref.ref[Engine], of: weakref.ref[Unit], i: int, leaf: Tenso
 
 
 class UnshardEnds(Observer):
-    """Observer, attached by `Tree`, that ends explicit unshards of `parts` after a backward, if `unit_policy.keep_on` is
-    False."""
+    """Observer, attached by `Tree`, that ends explicit unshards of `parts` after a backward unless `unit_policy.keep_on`."""
 
     def __init__(self, parts: Sequence[weakref.ref[Part]]) -> None:
         self._parts = parts

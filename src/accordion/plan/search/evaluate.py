@@ -133,8 +133,7 @@ class Evaluator:
 
     def with_activations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Evaluate and return candidates if none of `candidates` fits on all GPUs; else return []. New ones are up to
-        `NUM_VARIED` of those that need least memory, with inputs of recomputed units in one place after the other until one
-        fits."""
+        `NUM_VARIED` of those that need least memory, with inputs of recomputed units in each place until one fits."""
         on_all = [c for c in candidates if c.choice.gpus == self._cluster.num_gpus]
         if any(c.fits for c in on_all):
             return []

@@ -56,7 +56,7 @@ class TrainingSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTraining:
-    """What `build` of an engine returns: the optimizer of the sharded model, and functions that a trace calls to run steps."""
+    """Result of an engine's `build`: the optimizer of the sharded model, and functions that a trace calls to run steps."""
 
     optimizer: torch.optim.Optimizer
     units: list[str]  # names of the units, by index

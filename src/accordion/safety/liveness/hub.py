@@ -113,8 +113,7 @@ class Hub:
     # -- what this rank reports
 
     def post(self, model: str, report: dict[str, Any] | None) -> None:
-        """Send `report` (keys: see `Post`) on the model named `model` to all ranks, in place of the last one; None withdraws
-        that."""
+        """Send `report` (see `Post`) on the model named `model` to all ranks, in place of the last; None withdraws that."""
         message = messages.Post(rank=self.rank, model=model, report=report)
         self._note(message)
         self._links.send(message)
