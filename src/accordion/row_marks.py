@@ -59,8 +59,8 @@ def refuse_states_of_others(optimizer: Optimizer) -> None:
 
 
 def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
-    """Return True if `loaded`, from a file, has other rows of `target` than this rank has. Compares this rank's coordinates in
-    both meshes. If the meshes differ, returns True if either tensor is sharded over several ranks."""
+    """Return True if `loaded`, from a file, has other rows of `target` than this rank. Compares the coordinates of the rank
+    that wrote `loaded` with this rank's. If the meshes differ, returns True if either tensor is sharded over several ranks."""
     mesh, target_mesh = loaded.device_mesh, target.device_mesh
     axes = sharded_axes(loaded)
     if mesh != target_mesh:

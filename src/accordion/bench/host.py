@@ -59,8 +59,8 @@ class HostLoop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTime:
-    """Host time of one contender: spreads over rounds of each round's median step. `unit`: CPU seconds per unit and step.
-    `extra`: CPU seconds that the contender adds to the unsharded model ("plain"). `by_round`: `extra` in each round."""
+    """Host time of one contender in CPU seconds per unit and step: spreads over rounds of each round's median step. `unit`: all
+    of it. `extra`: the time that the contender adds to the unsharded model ("plain"). `by_round`: `extra` in each round."""
 
     unit: Spread
     extra: Spread

@@ -21,13 +21,13 @@ NO_VERSION = -1
 
 
 class ShardBuffer:
-    """This rank's shards of one group of parameters: gathers read them, and optimizers step them. Here they are on the device, so
-    the methods do nothing; subclasses for offload override them.
+    """This rank's shards of one group of parameters: gathers read them, and optimizers step them. A subclass or the caller sets
+    the attributes. The methods do nothing, as for shards on the device; subclasses for offload override them.
 
     `padded`: each shard as 1-D, padded to an equal size on all ranks, for gathers; `dtype` is theirs, None if they differ.
     `locals`: the shards without padding, in the parameters' own dims, for optimizers. `pack_row`: small shards and the tag as one
-    1-D tensor to send, None if they are not contiguous. `tag` (num_flags,): the number of the unit, which is sent to check that
-    all ranks gather the same one. `flats`: the memory of all of these.
+    1-D tensor to send, None if they are not contiguous. `tag`: 1-D tensor of the group's `tag`, derived from the unit's index,
+    which is sent to check that all ranks gather the same unit. `flats`: the memory of all of these.
     """
 
     off_device = False  # True if gathers first copy to the device

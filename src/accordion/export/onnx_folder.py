@@ -109,8 +109,8 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Compute the buffers of `model` that no state dict has, by transformers' own code; return {name: buffer on the host}.
-    Replaces those in `model` by equal ones. Raises `UsageError` if that code leaves an element of a buffer as it was."""
+    """Compute the non-persistent buffers of `model` by transformers' own code; return {name: buffer on the host}. Replaces
+    those in `model` by equal ones on the host. Raises `UsageError` if that code leaves an element of a buffer as it was."""
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     owners = {
         f"{prefix}.{key}".lstrip("."): module

@@ -285,8 +285,8 @@ class WholeStep(Optimizer):
         raise NotImplementedError
 
     def _compute(self, owned: list[tuple[Matrix, Tensor, Tensor]]) -> list[Tensor]:
-        """Return the result, of the matrix's shape, for each (matrix, this rank's rows, whole tensor (..., *shape)) in `owned`.
-        The whole tensor is joined from what `_pack` returned on all ranks."""
+        """Return a tensor of the matrix's shape, whose rows `_unpack` applies on all ranks, for each (matrix, this rank's rows,
+        whole tensor (..., *shape)) in `owned`. The whole tensor is joined from what `_pack` returned on all ranks."""
         raise NotImplementedError
 
     def _unpack(self, matrix: Matrix, rows: Tensor, result: Tensor) -> None:
