@@ -109,7 +109,7 @@ class Precision:
                 )
 
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter of dtype `own` is gathered: `params`. Return `own` if `params` is None or `own`
+        """Return `params`, the dtype in which a parameter of dtype `own` is gathered; return `own` if `params` is None or `own`
         is not floating."""
         return self.params if self.params is not None and own.is_floating_point else own
 

@@ -129,7 +129,7 @@ def fake_store() -> Any:
 
 
 def name_of_group(group: Any) -> str:
-    """Return the name under which torch registered `group`, also for one written in Python. No public name."""
+    """Return the string that identifies `group` in torch's registry, also for one written in Python. No public name."""
     return str(torch.distributed.distributed_c10d._world.pg_names[group])
 
 

@@ -129,8 +129,8 @@ def computed_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _computed(model: nn.Module, owners: Mapping[str, nn.Module], start: int) -> dict[str, Tensor]:
-    """Replace the buffers `owners` (name of a buffer -> its module) by CPU tensors filled with `start`, let `model` initialise
-    those of the modules that have no parameters of their own, and return {name: buffer} afterwards."""
+    """Replace each buffer in `owners` (name of a buffer -> its module) by a CPU tensor filled with `start`, then call
+    `model._init_weights` on each of these modules that has no parameters of its own. Return {name: resulting buffer}."""
     for name, module in owners.items():
         key = name.rpartition(".")[2]
         buffer = module._buffers[key]

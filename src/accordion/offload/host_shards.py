@@ -185,7 +185,7 @@ class OffDeviceShards(ShardBuffer):
 
     @abstractmethod
     def row(self, i: int) -> Values | None:
-        """Return the row of parameter `i`, (numel,), which a step must write too; None if the shard itself is the row."""
+        """Return shard `i` in the gathered dtype, (numel,): a copy that steps must write too; None if it has that dtype."""
 
     def shard(self, i: int) -> Values:
         """Return the elements of the shard of parameter `i`, (numel,), in the dtype in which it is stepped."""

@@ -261,8 +261,8 @@ class Extension:
         return [self._numbers[origin._replace(block=b)] for b in blocks]
 
     def _refers_to_one_block(self, segment: _Segment, origin: _Origin) -> bool:
-        """Return True if `segment`, which is outside of blocks, refers to the event `origin` of that one block only, and False
-        if it refers to the same event of each equal block."""
+        """Return True if `segment`, outside of blocks, refers to event `origin` of the deep model's block `origin.block` alone;
+        False if to that of each copy of a repeated block, or of `_deep_block(origin.block)`, even if that is `origin.block`."""
         # A backward ends before the transfers of blocks 0 to `later` have ended, so these are waited for after it, block by
         # block. If the same event of a later block is referred to as well, then the segment refers to each block.
         assert origin.block is not None
