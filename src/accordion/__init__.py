@@ -18,7 +18,7 @@ class _Package(ModuleType):
     """Class of the module object `accordion`, which imports lazily. The first read of any public name imports all public names,
     and with them torch. A read of a submodule's name imports the submodule.
 
-    Setting a name in `SHADOWED` to a module, as the import of that submodule does, has no effect, so that the function stays.
+    `SHADOWED`: public functions with the name of a submodule. Its import would set the name to the module; this has no effect.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], int] | No
 
 
 def _reports(environ: Mapping[str, str]) -> bool:
-    """Return True if this process prints errors of bad input: if it is rank 0 of torchrun or Slurm, or runs without them."""
+    """Return True if this process prints errors of bad input: as rank 0 of torchrun or Slurm, or if its rank is no number."""
     started = "RANK" in environ and "WORLD_SIZE" in environ
     rank = environ["RANK"] if started else environ.get("SLURM_PROCID", "0")
     return not (rank.isascii() and rank.isdecimal()) or not rank.strip("0")

@@ -83,7 +83,7 @@ def not_installed(what: str, packages: Sequence[str], extra: str) -> NotInstalle
 
 
 def check_installed(what: str, packages: Iterable[str], extra: str) -> None:
-    """Raise `NotInstalledError` if any of `packages` is missing; `what` and `extra` as in `not_installed`. Imports nothing."""
+    """Raise `NotInstalledError` if `packages` that `what` needs are missing. Imports none. `extra`: the extra for pip."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise not_installed(what, missing, extra)

@@ -46,7 +46,7 @@ def unread(make: Callable[[], Any]) -> Any:
 
 
 def at_least(least: float, default: Any, most: float = LARGEST, **needs: Any) -> Any:
-    """Return a dataclass field for a number from `least` to `most`, which `check_values` checks. `needs`: as in `needing`."""
+    """Return a dataclass field for a number from `least` to `most`. `needs`: other field -> allowed values (see `needing`)."""
     return field(default=default, metadata={"limits": (least, most), "needs": needs})
 
 
@@ -103,9 +103,9 @@ def read(kind: type[T], words: Sequence[str], prog: str, about: str) -> T | None
 def values_of(
     kind: type[Any], words: Sequence[str], prog: str, about: str, more: Mapping[str, tuple[str, str]] | None = None
 ) -> dict[str, Any] | None:
-    """Parse `words` and return key ("steps" or "train.steps") -> value of each flag that is given, or None after --help. Other
-    arguments and errors are as in `read`. `more`: flags that the caller has read and removed from `words`, for the help: flag
-    -> (name of its value, help)."""
+    """Parse `words` and return key ("steps" or "train.steps") -> value of each option that is given. For --help, print the help
+    and return None. `kind`: dataclass of the options. `prog`, `about`: name and description of the command. `more`: flags that
+    the caller has removed from `words`, for the help: flag -> (name of its value, help). Raises `UsageError` for bad words."""
     options = options_of(kind)
     parser = _parser(options, prog, about, more or {}, with_texts=bool({"-h", "--help"} & set(words)))
     flags = [option.flag for option in options if not option.is_place]

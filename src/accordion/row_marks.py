@@ -70,8 +70,8 @@ def _is_elsewhere(loaded: DTensor, target: DTensor) -> bool:
 
 
 def _refuse_on_all(is_other: bool, tensors: Iterable[Tensor], what: str) -> None:
-    """Raise `UsageError` on all ranks of the meshes of `tensors` if any rank passes True for `is_other`: it has loaded another
-    rank's rows. `what`: name of the loaded tensors, for the message. Collective."""
+    """Raise `UsageError` on all ranks of the meshes of `tensors` (collective) if any passes True for `is_other`: it has loaded
+    another rank's rows. Without DTensors in `tensors`, only this rank raises. `what`: name of the loaded tensors."""
     rank = dist.get_rank() + 1 if is_other else 0  # counted from 1
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)):
         device = torch.device(mesh.device_type)

@@ -165,7 +165,7 @@ def full_state_dict(
 
 def full_values(engine: Engine, values: Mapping[str, Any], *, rank0_only: bool, cpu: bool) -> dict[str, Any]:
     """Return `values`, entries of `model.state_dict(keep_vars=True)`, with full tensors instead of shards. Collective.
-    `rank0_only`, `cpu`: as in `full_state_dict`."""
+    `rank0_only`: return {} on all but the model's first rank. `cpu`: copy tensors to the host."""
     settle(engine, "takes the full state dict")
     first = is_first_rank(engine)
     params = {id(p.sharded): p for p in engine.params}

@@ -157,8 +157,8 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def are_ours(grads: Sequence[Tensor | None]) -> list[bool]:
-    """Return, for each gradient, True if nothing else refers to its memory, so that it may be overwritten; False for None. Call
-    this first in the backward of a `run_at_once` Function, with its arguments: further references would count as others."""
+    """Return, for each gradient, True if nothing else refers to its memory, so that it may be overwritten; False for None and
+    sparse ones. Call this first in the backward of a `run_at_once` Function, with its arguments: more references count."""
     # autograd may pass one tensor to several nodes (`x + w`) or keep it for a later node, and hooks may have stored it. The
     # reference counts of the Python object, the tensor and the storage show that, as in autograd's own `AccumulateGrad`.
     return [_references(grads, i) in _alone() for i in range(len(grads))]
@@ -203,7 +203,7 @@ def holders_of_memory(tensor: Tensor) -> int:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage among all live ones. No public name."""
+    """Return a number that identifies a storage among all live ones, which torch has under a private name only."""
     return int(storage._cdata)
 
 

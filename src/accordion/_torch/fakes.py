@@ -31,7 +31,7 @@ def fake_tensors() -> Iterator[None]:
 
 
 ASKS_DEVICE: Any = torch.ops.prim.device.default
-"""The operator that reads the device of a fake tensor: two of three operators that a dispatch mode sees on fake tensors."""
+"""The operator that reads the device of a fake tensor. Two of three operators that modes see on fake tensors are this one."""
 
 
 def fake_device(tensor: Any) -> Any:

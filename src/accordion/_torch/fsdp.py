@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 DDP_LEAVES_OUT = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module with names of parameters and buffers that DistributedDataParallel ignores. No public name."""
+"""Private attribute of a module with names of parameters and buffers that DistributedDataParallel ignores."""
 
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
 """Modules of torch to import early, because each takes seconds; none starts threads or looks for a device (all versions)."""

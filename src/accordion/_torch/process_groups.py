@@ -58,8 +58,8 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
 
 
 def named_group(name: str, ranks: list[int], device: torch.device | None, timeout: timedelta | None = None) -> Any:
-    """Return a new process group of `ranks`. A collective of these ranks alone, which all pass the same unused `name`. `device`:
-    the device that the group is bound to, unless the job is bound to one. No public names."""
+    """Return a new process group of `ranks`. A collective of these alone, which all pass the same unused `name`. `device`:
+    the device that the group is bound to, unless the job is bound to one. Replaces private functions of torch meanwhile."""
     # `new_group(use_local_synchronization=True)` derives the name from the number of groups that a rank knows. If ranks know
     # different numbers (after one `new_group([0])`), each waits forever for the others under its own name. The group is
     # not split from the job's communicator either, as torch does if `init_process_group` was given a device: all ranks of the
@@ -97,7 +97,7 @@ def abandon_works(group: Any, works: list[Any]) -> None:
 
 def backend_of(group: Any, device: torch.device) -> str:
     """Return the name of the backend of `group` for `device`: "nccl", "gloo", "fake", ... A group written in Python has one
-    name for all devices. Any other raises `RuntimeError` if it has no backend for `device`. No public name."""
+    name for all devices. Any other raises `RuntimeError` if it has no backend for `device`. Uses a private method."""
     try:
         return str(group._get_backend(device).name()).lower()
     except RuntimeError:
@@ -129,7 +129,7 @@ def fake_store() -> Any:
 
 
 def name_of_group(group: Any) -> str:
-    """Return the string that identifies `group` in torch's registry, also for one written in Python. No public name."""
+    """Return the string that identifies `group` in torch's private registry, also for a group written in Python."""
     return str(torch.distributed.distributed_c10d._world.pg_names[group])
 
 
@@ -140,7 +140,7 @@ def joined_mesh(*slices: Any) -> Any:
 
 
 def flattened_mesh(mesh: Any, name: str) -> Any:
-    """Return `mesh` with all its dims flattened into one called `name`; works in a fake tensor mode too. No public name."""
+    """Return `mesh` with all dims flattened into one called `name`, by a private method; works in a fake tensor mode too."""
     with unset_fake_temporarily():
         return mesh._flatten(name)
 
@@ -157,7 +157,7 @@ def debug_frontend() -> Any:
 
 def answer_debug_server(name: str, answer: Callable[[], str]) -> None:
     """Have the debug server's worker in this process respond to requests for `name` with `answer()`, JSON text, on a thread.
-    Raises `ValueError` if `name` is taken. No public name (2.13 to 2.15)."""
+    Raises `ValueError` if `name` is taken. Uses a private function (2.13 to 2.15)."""
 
     def respond(request: Any, response: Any) -> None:
         response.set_content(answer(), "application/json")

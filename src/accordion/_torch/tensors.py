@@ -133,7 +133,7 @@ def _on_dim_0(placement: Any) -> Any:
 
 
 def as_dtensors(rows: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[DTensor | None]:
-    """Return `as_dtensor(row, like)` for each row and its entry of `like`; None for a row that is None."""
+    """Return a DTensor of each local tensor in `rows`, with mesh, placements, shape of its entry in `like`; None for None."""
     new, kind = _new_dtensor, DTensor
     pairs = zip(rows, like, strict=True)
     return [None if x is None else new(kind, x, p._spec, requires_grad=False) for x, p in pairs]  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ def added_by(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def added_by_adapters(model: nn.Module) -> set[int]:
-    """Return the ids of all parameters that adapters and prompts of PEFT add to `model`, without those of copied layers."""
+    """Return the ids of all parameters that adapters and prompts of PEFT add to `model`, without those in `modules_to_save`."""
     ids: set[int] = set()
     for module in model.modules():
         if is_adapter(module):
@@ -52,7 +52,7 @@ def configs_of(model: nn.Module) -> Mapping[str, Any]:
 
 def reset_problem(module: nn.Module, configs: Mapping[str, Any]) -> str | None:
     """Return text on why the adapter layer `module` cannot be reset; None if it can, or if it is no adapter layer. `configs`:
-    what `configs_of` returned."""
+    adapter name -> config."""
     if not is_adapter(module):
         return None
     method = _method_of(module)

@@ -45,7 +45,7 @@ class Rows:
         return Rows(shape, self.dtype, lambda into, at: self.fill(into.squeeze(dim), (*at[:dim], *at[dim + 1 :])))
 
     def in_blocks(self, size: int) -> Rows:
-        """Return this (out, width) tensor, reshaped to (out * width / size, size), as a lazy tensor; read whole rows only."""
+        """Return this (out, width) tensor as a lazy one of (out * width / size, size), whose `fill` takes whole rows only."""
         width = self.shape[1]
 
         def fill(into: Tensor, at: tuple[int, ...]) -> None:

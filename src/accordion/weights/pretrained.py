@@ -270,13 +270,13 @@ def names_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def four_bit_layers(model: nn.Module) -> dict[str, FourBitLinear]:
-    """Return {name of the weight, as in `names_of`: layer} for each layer of `model` that `quantize` made."""
+    """Return {name of the weight, without those of wrappers: layer} for each layer of `model` that `quantize` made."""
     modules = {without_wrappers(f"{name}.weight", INSIDE): module for name, module in model.named_modules()}
     return {name: module for name, module in modules.items() if isinstance(module, FourBitLinear)}
 
 
 def copies_of_layers(model: nn.Module) -> dict[str, str]:
-    """Return {name of the copy: name of the original}, as in `names_of`, for the tensors of PEFT's `modules_to_save`."""
+    """Return {name of the copy: name of the original}, without wrappers' names, for tensors of PEFT's `modules_to_save`."""
     originals = {}
     for prefix, module in model.named_modules():
         for adapter, copy in copied_inside(module):

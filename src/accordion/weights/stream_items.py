@@ -28,7 +28,7 @@ Adapters = Literal["merged", "alone"]
 
 @dataclass(frozen=True, slots=True)
 class ItemPart:
-    """A tensor that is sent for an item, in `dtype`: a sharded parameter, or a buffer, of which each rank has the whole."""
+    """A tensor that is sent for an `Item`, in `dtype`: a sharded parameter, or a tensor that each rank has whole (a buffer)."""
 
     value: Tensor
     dtype: torch.dtype

@@ -102,9 +102,9 @@ def initialize(
 
 
 def _optimizer(model: nn.Module, choice: Any, groups: list[Any] | None, settings: Settings) -> Optimizer:
-    """Return the optimizer for the sharded `model`. If `choice` is an optimizer, put sharded parameters in place of its old
-    ones, and return it. Otherwise call `choice` (None: the optimizer in `settings`) with a list of the sharded `groups`, param
-    groups or parameters (None: all that require gradients). Raises `UsageError` without an optimizer, or if it has state."""
+    """Return the optimizer for the sharded `model`: `choice` with shards as its parameters; or, if it is a function, its result
+    for the sharded `groups`, param groups or parameters (None: all that require gradients); or, if None, that of `settings`,
+    wrapped. Others are wrapped if offload streams their state. Raises `UsageError` without an optimizer, or if it has state."""
     if isinstance(choice, Optimizer):
         if choice.state:
             raise UsageError("initialize() got an optimizer with state; pass a new one, or a function that makes it.")

@@ -152,7 +152,7 @@ class Scheduled(LRScheduler):
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch's GradScaler with DeepSpeed's fixed and least scale. `fp16`: key -> value of the file's section; {}: off."""
+    """torch's GradScaler with DeepSpeed's fixed and least scale. `fp16`: that section of a `ds_config.json`; {}: off."""
 
     def __init__(self, fp16: Mapping[str, Any], device_type: str) -> None:
         self._fixed = float(fp16.get("loss_scale", 0)) or None

@@ -111,7 +111,7 @@ class StateDicts(Wrapper):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Generator[None]:
-        """Context manager that calls `set_state_dict_type`; the exit gives the settings that it returned to all wrappers."""
+        """Context manager that calls `set_state_dict_type`; the exit gives all wrappers the first one's earlier settings."""
         before = StateDicts.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
             yield
@@ -318,8 +318,8 @@ def state_by_id(
     """Convert a state dict by qualified names to one for `optim.load_state_dict`, and return it. Entries of names that are not
     in `optim` are copied. `full`: `state` has full tensors, equal on all ranks; if they differ, every rank raises
     `DivergenceError`. `from_first_rank`: send the first rank's `state` to all ranks, whose own may be None, without that check.
-    Either makes this a collective. Raises `UsageError` if `state` lacks "state", or if its param groups are not those of
-    `optim`; it may have no param groups."""
+    Collective with either, and for DTensors that are sharded unlike their parameter. Raises `UsageError` if `state` lacks
+    "state", or if it has param groups other than those of `optim`."""
     engines = _engines_of(model)
     from_first = engines[0] if from_first_rank else None
     state = state or {}

@@ -24,8 +24,8 @@ from accordion.units import Owned, owned_parameters
 
 def cut_parameters(part: Part, rule: PlacementRule | None) -> None:
     """Shard the parameters of `part`, one `fully_shard` call, in place, and move its buffers to the device. Parameters on the
-    meta device stay there. Parameters and buffers of inner calls are left out. `rule`: the argument `shard_placement_fn`.
-    Raises `UsageError` if a parameter cannot be sharded; then none is, and `part` is removed from its modules."""
+    meta device stay there. Modules of inner calls and of torch's `replicate` are left out. `rule`: the argument
+    `shard_placement_fn`. Raises `UsageError` if a parameter cannot be sharded; then none is, and modules lose `part`."""
     modules = part.alive()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     others = [top for p in parts_below(modules) if p is not part for top in p.alive()]
@@ -61,7 +61,7 @@ def cut_parameters(part: Part, rule: PlacementRule | None) -> None:
 
 def _uncut(part: Part, root: nn.Module, below: set[int]) -> Iterator[Owned]:
     """Yield the parameters in `root` that `part`, a `fully_shard` call, is to shard: all except ignored ones and those of
-    modules with ids in `below`, which inner calls shard. Raises `UsageError` if one is tied to a parameter of another call."""
+    modules with ids in `below` (of inner calls or `replicate`). Raises `UsageError` if one is tied to one of another call."""
     for o in owned_parameters(root, {}):
         places = [(ref, attr) for ref, attr in o.places if id(ref()) not in below]
         if not places or o.original in part.arguments.ignored:

@@ -97,7 +97,7 @@ class UnshardEnds(Observer):
 class Part:
     """One call of `fully_shard`: modules that are gathered together, arguments, and the unit, which `ensure` builds and
     returns. The constructor stores the part in its modules, removes the engines of parts inside them, and registers hooks with
-    which the next forward builds an engine. After changes of `settings` or `ahead`, call `push`."""
+    which the next forward builds an engine. After changes of `settings` or `ahead` (parts to prefetch), call `push`."""
 
     def __init__(self, modules: Sequence[nn.Module], arguments: FullyShardArguments) -> None:
         self.modules = [weakref.ref(m) for m in modules]
