@@ -165,7 +165,7 @@ class ThreadAgreement:
     """`Team.agree` for a background thread: calls an action and returns its result once the action has succeeded on all ranks;
     if it fails on any, all ranks raise. Uses no collectives: ranks exchange messages over the connections of a `Hub`. First
     call `meet`, which is collective; the thread then makes all calls inside `during`. `name`: unique name of the save, the same
-    on all ranks."""
+    on all ranks. `Saver.end` sets `program_ends`, after which a call waits for other ranks at most `GRACE_S`."""
 
     def __init__(self, team: Team, name: str) -> None:
         self._team, self._name, self._num_agreed = team, f"accordion/save/{name}", 0

@@ -23,7 +23,7 @@ MESSAGE_BYTES = 32768  # longer error messages are cut, as each rank receives th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Team:
-    """The ranks that save or load one checkpoint together, and their collectives; made by `of`. `ranks`: global ranks; `index`:
+    """The ranks that save or load one checkpoint, with collectives; made by `of` or `alone`. `ranks`: global ones; `index`:
     position of this rank in `ranks`; `groups`: this rank's process group for each mesh axis; `device`: of tensors to send."""
 
     ranks: tuple[int, ...]

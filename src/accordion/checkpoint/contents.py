@@ -29,7 +29,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # names from torch.com
 
 
 class Stateful(Protocol):
-    """An object with `state_dict` and `load_state_dict`, such as a scheduler, a scaler or a data loader."""
+    """An object with `state_dict` and `load_state_dict` for `state=` of `save` and `load`, such as a scheduler or scaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

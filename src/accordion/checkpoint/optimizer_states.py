@@ -25,7 +25,7 @@ DIGEST = 16  # hexadecimal digits
 NAMED = 3  # states that a message names
 Place: TypeAlias = tuple[str, str | None]
 """(name of a parameter, key in its state). The key is None for the whole state of a parameter if it has keys that are no
-strings."""
+strings or begin with "$"."""
 
 
 def same_on_all(contents: Contents, optimizer: torch.optim.Optimizer | None, team: Team) -> None:
@@ -87,7 +87,7 @@ def _unequal_states(team: Team, facts: Mapping[str, str], call: str) -> list[Pla
 
 
 def _facts(contents: Contents) -> dict[str, str]:
-    """Return {name: short description} of everything in `contents` that is saved once, except the elements of DTensors."""
+    """Return {name: short description} of all that `contents` saves once, without elements of DTensors and model tensors."""
     facts = {name: _placement(t) for name, t in contents.tensors.items() if name.startswith((MODEL, OF_STATE))}
     facts[KIND] = optimizer_name(contents.optimizer)
     if contents.optimizer is None:
@@ -144,7 +144,7 @@ def _refers_to(value: Json) -> Iterator[str]:
 
 def _of_local_rows(contents: Contents, optimizer: torch.optim.Optimizer | None) -> list[Place]:
     """Return the states that describe this rank's shard: the plain tensors, except 0-d ones and "step", that an optimizer of
-    `wrap_optimizer` has for sharded parameters. Even if they are equal on all ranks, other ranks cannot use them."""
+    `wrap_optimizer`, except an `OwnerStep`, has for sharded parameters. Even if equal on all ranks, they fit no other rank."""
     if optimizer is None:
         return []
     is_wrapped = [

@@ -100,8 +100,8 @@ def restored(
 
     A parameter keeps its current states if the saved optimizer lacks it, or if it was saved with another shape. Any other
     parameter gets its saved states, or none if none were saved. A group takes the options of the saved group that had its
-    parameters, unless several had them. If the saved optimizer does not fit, for example because it is of another class, return
-    the current state dict and {}. Raises `CheckpointError` if a saved state is no dict.
+    parameters, and keeps its own if several or none had any. If the saved optimizer does not fit, for example because it is of
+    another class, return the current state dict and {}. Raises `CheckpointError` if a saved state is no dict.
     """
     tensors: dict[str, Tensor] = {}
     low_bit = [part.param_groups for part in parts_of(optimizer) if isinstance(part, LowBitStates)]

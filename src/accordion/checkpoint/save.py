@@ -48,7 +48,7 @@ def save(
     """Write a checkpoint of `model` and `optimizer` that any number of ranks can load; return a handle with `wait()`.
 
     Collective. The checkpoint appears complete or not at all. An earlier background save of this model is waited for first, and
-    its error raised. Raises `CheckpointError` on every rank if one of them failed, and, before anything is written, if models,
+    its error raised. Raises `CheckpointError` on every rank if any rank fails, and, before anything is written, if models,
     optimizers, options or states that must be equal differ between ranks; `DivergenceError` if replicas of a shard differ;
     `UsageError` inside `full_params` and for a wrong argument.
 
@@ -60,7 +60,7 @@ def save(
         state: name -> object whose `state_dict()` is saved for each rank: a scheduler, a scaler, a data loader,
             `RandomState()`. `load` takes the same names. DTensors in a state are saved once.
         background: return when everything is copied to host memory, and write in a thread. The next save waits for the thread;
-            if it failed, the next step of `optimizer`, the next save or `wait()` raises its error.
+            if it failed, the next step of `optimizer`, the next save or load, or `wait()` raises its error.
         keep: number of complete checkpoints to keep among those in the same folder whose names differ only in the number at
             the end; older ones are removed after the save. 0 keeps all.
         only: the tensors of the model to save: "trained", the parameters that require a gradient (adapters without their base);

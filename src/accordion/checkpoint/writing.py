@@ -123,9 +123,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def described(form: Manifest, folder: Folder) -> Manifest:
-    """Return the manifest `form` with files, chunks and tensors of single ranks added, from headers and checksums of the files
-    in `folder`, after all ranks have written theirs. Raises `CheckpointError` if the chunks do not make up the tensors in
-    `form`, or if `folder` is gone."""
+    """Return the manifest `form` with files, chunks, and the tensors that each rank saved for itself ("rank/...") added. These
+    come from headers and checksums of the files in `folder`, which all ranks have written. Raises `CheckpointError` if the
+    chunks do not make up the tensors in `form`, or if `folder` is gone."""
     files: dict[str, File] = {}
     chunks: dict[str, list[TensorChunk]] = {name: [] for name in form.tensors}
     of_ranks: dict[str, TensorEntry] = {}

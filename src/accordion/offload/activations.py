@@ -181,7 +181,7 @@ class HostSlot:
 
 class DiskActivationStore:
     """A file for inputs of recomputed units, which are written and read through `NUM_STAGES` host buffers. The file grows if no
-    free range is large enough: in the first forwards, and when inputs get larger."""
+    free range is large enough: in the first forwards, and when inputs get larger. `DiskSlot.free` adds to `released`."""
 
     def __init__(self, folder: Path, resources: Resources) -> None:
         self.resources, self.file = resources, SwapFile(folder, 0)

@@ -108,8 +108,8 @@ class DiskShards(OffDeviceShards):
         return None
 
     def begin_read(self, version: int) -> None:
-        """Start reading the rows from the file into the staging buffer, on threads, unless that has `version` of the shards.
-        Before that, copy changed shards into their rows in the file, and wait until earlier uses of the buffer have ended."""
+        """Start reading the rows (shards in the gathered dtype) from the file into the staging buffer, on threads, unless that
+        has `version` of them. First copy changed shards into their rows, and wait until earlier uses of the buffer end."""
         self.settle(version)
         times = self._staging_buffer.claim(self._unit)
         if self._staged == (times, version):

@@ -150,7 +150,7 @@ class OffDeviceShards(ShardBuffer):
         return result, transfer
 
     def defer(self, wait: Callable[[], None]) -> None:
-        """Register an optimizer step that writes shards and rows. `ready` calls `wait()`, which blocks until the step ends."""
+        """Register an optimizer step, which writes these shards. `ready` calls `wait()`, which blocks until the step ends."""
         self.steps.append(wait)
 
     def ready(self) -> None:
@@ -159,8 +159,8 @@ class OffDeviceShards(ShardBuffer):
             self._is_written = True
 
     def settle(self, version: int) -> None:
-        """Before a gather, make the rows equal to `version` of the shards: copy `locals` into the rows, unless these have that
-        version or a step wrote them. Before the copy, wait for optimizer steps and for transfers that read the rows."""
+        """Before a gather, copy `locals` into the rows (the shards in the gathered dtype), unless these have `version` of
+        the shards or a step wrote them. Before the copy, wait for optimizer steps and for transfers that read the rows."""
         if self._row_version != version and not self._is_written:
             self.synchronize()
             self.write_rows()
@@ -181,7 +181,7 @@ class OffDeviceShards(ShardBuffer):
 
     @abstractmethod
     def write_rows(self) -> None:
-        """Copy each shard in `locals` into its row, unless the shard itself is the row. No transfer may read rows meanwhile."""
+        """Copy each shard in `locals` into its copy in the gathered dtype, if any, which no transfer may read meanwhile."""
 
     @abstractmethod
     def row(self, i: int) -> Values | None:
@@ -192,8 +192,8 @@ class OffDeviceShards(ShardBuffer):
         return flat_of(self.locals[i], self.locals[i])
 
     def stored(self, i: int) -> list[Values]:
-        """Return [shard, gradient, row] of parameter `i`, to read their dtypes and which are on disk (`FileRange`). The row is
-        left out if the shard is its own row. A gradient in memory is represented by the shard, which has the same dtype."""
+        """Return [shard, gradient, shard in the gathered dtype] of parameter `i`, to read dtypes and which are on disk
+        (`FileRange`). The last is left out if the shard has that dtype. The shard represents a gradient in memory."""
         slot, row = self.slots[i], self.row(i)
         return [self.shard(i), slot.file_range or self.locals[i], *([] if row is None else [row])]
 
@@ -267,6 +267,6 @@ def paged_bytes(msg: Message, dtypes: Sequence[torch.dtype]) -> int:
 
 
 def some_of(msg: Message, chosen: Sequence[int]) -> Message:
-    """Return the layout of the tensors of `msg` with the indices `chosen`, for memory that is never gathered: without the tag
-    that a gather sends."""
+    """Return the layout of the tensors of `msg` with the indices `chosen`, for memory that is never gathered: `num_flags`
+    is 0."""
     return message([msg.cuts[i] for i in chosen], ALIGNED_ITEMSIZE)

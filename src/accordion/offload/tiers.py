@@ -118,8 +118,8 @@ class Tiers:
 
     def read_ahead(self, index: int) -> None:
         """Start reading the shards of the next unit, which is gathered after unit `index`, from disk into its staging buffer,
-        on threads, except those that are being stepped. First wait for earlier uses of that buffer. Do nothing if the next unit
-        is not known, or has the same buffer as unit `index`."""
+        on threads. Shards that are being stepped are not read. First wait for earlier uses of that buffer. Do nothing if the
+        next unit is not known, or has the same buffer as unit `index`."""
         unit = self._units[index]() if index in self._units else None
         if unit is None:
             return
@@ -140,7 +140,7 @@ class Tiers:
     ) -> ShardBuffer:
         """Create and return the shard buffer of one group of parameters, on the device unless its unit is offloaded.
 
-        Args: `unit`: index of the unit; `msg`: layout of the shards; `rank`: of this process, among those that share the group;
+        Args: `unit`: index of the unit; `msg`: layout of the shards; `rank`: this rank's index among the group's ranks;
         `dtypes`: dtype in which each shard of `msg` is stepped; `gathered`: dtype in which all are gathered.
         """
         offload = self.offloads[unit]

@@ -58,15 +58,15 @@ class StatePlace:
 
 @dataclass(slots=True)
 class ParamStep:
-    """The step of one parameter that is stepped chunk by chunk."""
+    """The step of one parameter, chunk by chunk. `step_chunk` sets `states`, the new ones to write to the optimizer."""
 
     entry: Entry
     place: StatePlace
     states: dict[str, Any] = field(default_factory=dict)  # all states, as the step of the last chunk returned them
 
     def spans(self, low: int, high: int) -> list[Span]:
-        """Return the elements [low, high) of the shard, of its gradient and, if the shard is not its own row, of the row. The
-        step reads shard and gradient, and writes shard and row."""
+        """Return the elements [low, high) of the shard, of its gradient and, if there is one, of the row, the shard's copy in
+        the gathered dtype. The step reads shard and gradient, and writes shard and row."""
         entry, row = self.entry, None
         shard: Values = flat_of(entry.local, entry.local)
         grad: Values = flat_of(entry.grad, entry.local)
@@ -80,7 +80,7 @@ class ParamStep:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Elements of a shard, gradient, row or state, in memory or in a file, which the step of a chunk reads, writes, or both."""
+    """Elements of a shard, its copy in the gathered dtype, a gradient or state, in memory or a file, that a step uses."""
 
     values: Values
     reads: bool  # the step needs the values
@@ -157,7 +157,7 @@ def _chunk(block: StateBlock, start: int, stop: int, inside: Sequence[ParamStep]
 
 def step_chunk(optimizer_copy: OptimizerCopy, chunk: Chunk, views: Sequence[Tensor]) -> None:
     """Step the elements of `chunk` in place, and keep the new states in `ParamStep.states`. `views`: a 1-D tensor with the
-    values of each span of the chunk, all on one device; shards, rows and states in it are changed. Raises `UsageError` if the
+    values of each span of the chunk, all on one device; all but the gradients are changed. Raises `UsageError` if the
     optimizer creates a state of a parameter's shape that it did not have when it was wrapped."""
     work = []
     blocks = dict(zip(chunk.block.runs, views, strict=False))

@@ -119,7 +119,7 @@ class UnitStep:
 
     def wait(self, engine: Engine) -> None:
         """Wait until all parameters are stepped and written, and write the new states of `todos` into `optimizer.state`. With
-        `debug="streams"`, run the step here. Report an error to the other ranks, and raise it. Add the time to `waited_s`."""
+        `debug="streams"`, run the step here. Report an error to other ranks and raise it. Add the time to `Tiers.waited_s`."""
         start = time.perf_counter()
         with reported(engine):
             if self._running is not None:
@@ -140,8 +140,8 @@ class UnitStep:
         tiers_of(engine).waited_s += time.perf_counter() - start
 
     def run(self) -> None:
-        """Step the parameters that are not stepped chunk by chunk, and write their rows and states. Then start the steps of all
-        chunks of the others on threads; `wait` waits for these."""
+        """Step the parameters that are not stepped chunk by chunk, and write their states and their copies in the gathered
+        dtype. Then start the steps of all chunks of the others on threads; `wait` waits for these."""
         todos = {id(todo.entry) for todo in self.todos}
         in_memory = [entry for entry in self.entries if id(entry) not in todos]
         with torch.no_grad():

@@ -37,8 +37,8 @@ class StateRequest:
 
 class States:
     """The states of one optimizer that are stepped chunk by chunk: their memory or files, and the buffers of the steps. First
-    `cover` allocates states. Before a step, if `is_exposed`, `adopt` takes over states of a load, and `flush` writes a caller's
-    changes to the files. Then `todo` returns the steps, for `host_pipeline` or `step_on_device`."""
+    `cover` allocates states. Before a step, if `is_exposed`, which `expose` sets, `adopt` takes over states of a load, and
+    `flush` writes a caller's changes to the files. Then `todo` returns the steps, for `host_pipeline` or `step_on_device`."""
 
     def __init__(self, resources: Resources) -> None:
         self._resources, self._device = resources, resources.device
