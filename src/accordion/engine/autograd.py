@@ -35,7 +35,7 @@ class AwaitReduce(torch.autograd.Function):
     Forward: return the edge tensor, a scalar with the value of the dummy `leaf`. `node`: weak reference to the record in which
     `Gather` lists the reduces that it begins. Backward: wait for the listed reduces of this backward and write their gradients.
     Return the gradients that autograd must accumulate itself, such as those of shards with hooks. With a hybrid strategy, up to
-    `MOST_PUT_OFF` calls that autograd need not see are put off: their gradients are written later in the backward.
+    `MOST_PUT_OFF` calls without such gradients are put off: their gradients are written later in the backward.
     """
 
     @staticmethod

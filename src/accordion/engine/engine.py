@@ -144,7 +144,7 @@ class Engine:
 
     def acquire(self, unit: Unit) -> int:
         """Gather `unit` if needed, and let the compute stream wait for the gather. Takes a lease: the full parameters stay in
-        memory until `unit.release()`. Returns a version of the shards, as `Unit.acquire` does."""
+        memory until `unit.release()`. Returns the version of the shards that a running gather reads, else the current one."""
         if not unit.is_unsharded:
             self.allocate(GATHERED, unit.unshard)
         return unit.acquire()

@@ -87,7 +87,7 @@ class AxisGather:
 
     def steps(self, check: Callable[[Tensor], None]) -> Steps:
         """Generator: gather into the full buffer and unpack; yields works to wait for. Calls `load` first, unless shards are
-        off the device: the caller then must. `check`: called with the tags (num_ranks, num_flags) of all ranks, if any."""
+        off the device: the caller must. `check`: called with all ranks' tags, unit numbers (num_ranks, num_flags), if any."""
         if self._to and not self.off_device:
             self.load()
         if self._axis.num_ranks == 1:

@@ -47,7 +47,7 @@ class GlooCommunicator(Communicator):
 
 
 class SendingGather(AxisGather):
-    """An all-gather over gloo that sends large shards point to point, and small ones, packed, in a collective."""
+    """All-gather over gloo that sends large shards point to point if a collective, of packed small ones or tags, follows."""
 
     # Made at the first run, because views need a storage with memory.
     _messages: Sequence[tuple[Sequence[Tensor], list[Tensor]]] = ()

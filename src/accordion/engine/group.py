@@ -71,8 +71,8 @@ class GroupPlan(NamedTuple):
 class Group(ABC):
     """The parameters of one unit that are gathered in one dtype: their memory, their gather and the plans of their reduces.
 
-    `place`: (index, name) of the unit. `shard_buffer`: this rank's shards. `views`: the full parameters. `full_buffer`: their
-    memory; None if the shards are themselves the full parameters. `filled`: `version()` of the shards when they were gathered.
+    Argument `place`: the unit's (index, name). Set by subclasses: `shard_buffer`, this rank's shards; `views`, full parameters;
+    `full_buffer`, their memory, None if shards are themselves the full ones; `filled`, the shards' `version()` when gathered.
     """
 
     shard_buffer: ShardBuffer
@@ -108,7 +108,7 @@ class Group(ABC):
         self._expect()
 
     def keep_slices(self, keeps: bool) -> None:  # noqa: B027 (most groups keep none)
-        """Let ranks keep slices of the full parameters from later forwards to their backwards, or not; few groups can."""
+        """In a `SecondaryGroup`, let ranks keep slices of full parameters from later forwards to their backwards, or not."""
 
     def remark(self, mark: int) -> None:
         """Set the number `mark`, which is added to the tag (number of the unit) that later reduces send, in place of the last
@@ -174,8 +174,8 @@ class Group(ABC):
 
     def flags(self, absent: Sequence[int], count: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor (num_ranks, count + 1) to send with `count` gradients. All rows are equal: 1 per gradient, or 0 if
-        its position is in `absent`; last the tag. Sums over ranks tell how many ranks had each gradient, and if all reduce the
-        same unit. Small results are cached if `absent` is empty; the host then waits once for the device."""
+        its position is in `absent`; last the tag (unit number). Sums over ranks tell how many ranks had each gradient, and if
+        all reduce the same unit. Small results are cached if `absent` is empty; the host then waits once for the device."""
         key = (count, dtype)
         if not absent and key in self._ones:
             return self._ones[key]

@@ -140,7 +140,7 @@ class Message:
 
     Indices into `cuts`: `direct`, large tensors that are sent from their own memory; `packed`, small ones that are copied into
     one message; `whole`, those that are not divided. The shard buffer, `shard_numel` elements, has in this order: the direct
-    shards; at `pack_start` this rank's row of the packed message, `pack_numel` elements and `num_flags` flags; whole tensors.
+    shards; at `pack_start` this rank's row of the message, `pack_numel` elements and `num_flags` extra ones; whole tensors.
     `shard_offsets`: offset of each tensor. Shards are padded to `Cut.chunk` rows.
     """
 

@@ -36,7 +36,7 @@ class TensorParallelView:
         )
 
     def whole(self, full: Tensor) -> Tensor:
-        """Return the tensor of the unsharded model, made of the local tensor `full` of each rank of `mesh`. A collective."""
+        """Return `full_tensor()` of the DTensor whose local tensor on each rank of `mesh` is `full`. A collective."""
         return self(full.detach()).full_tensor()
 
     def part_of(self, whole: Tensor) -> Tensor:

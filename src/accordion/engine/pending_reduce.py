@@ -129,7 +129,7 @@ class PendingReduce:
 
     def finish_in_tier(self, adding: Sequence[bool], decide: bool) -> tuple[Sequence[Tensor | None], Transfer | None]:
         """Call `finish(decide)`, and begin to move the rows that it returns to host or disk if gradients are offloaded there.
-        Returns (the rows in that memory, copy under way or None). `adding`: True for rows that are only added to a gradient."""
+        Returns (the rows, moved or not; copy under way or None). `adding`: True for rows that are only added to a `.grad`."""
         rows, group = self.finish(decide), self._group
         # If the sums are cast to be gradients, the compute stream does that.
         made_by = (self._outer or self._transfer) if group.sums_are_grads else None

@@ -223,7 +223,7 @@ def sum_rows(rows: Tensor, out: Tensor) -> None:
 
 
 def dense(grad: Tensor, dtype: torch.dtype, *, copy: bool) -> Tensor:
-    """Return `grad` in `dtype` and row-major order; without `copy`, `grad` itself if it has both already."""
+    """Return `grad` as a contiguous tensor of `dtype`; without `copy`, `grad` itself if it is one already."""
     grad = grad.to(dtype)
     return grad.clone(memory_format=torch.contiguous_format) if copy else grad.contiguous()
 

@@ -21,8 +21,8 @@ NO_VERSION = -1
 
 
 class ShardBuffer:
-    """This rank's shards of one group of parameters: gathers read them, and optimizers step them. A subclass or the caller sets
-    the attributes. The methods do nothing, as for shards on the device; subclasses for offload override them.
+    """This rank's shards of one group of parameters: gathers read them, and optimizers step them. A subclass, or the code that
+    makes the object, sets the attributes. The methods do nothing, as for shards on the device; subclasses override them.
 
     `padded`: each shard as 1-D, padded to an equal size on all ranks, for gathers; `dtype` is theirs, None if they differ.
     `locals`: the shards without padding, in the parameters' own dims, for optimizers. `pack_row`: small shards and the tag as one
@@ -46,7 +46,7 @@ class ShardBuffer:
 
     def refresh(self, version: int) -> Transfer | None:
         """Before a gather, begin to bring the memory that it reads to `version` of the shards. Return the transfer to the
-        device that this call starts; None if it starts none, because the memory has that version or is filled otherwise."""
+        device that this call starts; None if the memory has that version, or the gather copies to the device (`off_device`)."""
         return None
 
     def read_by(self, transfer: Transfer) -> None:
@@ -68,11 +68,11 @@ class ShardBuffer:
         adding: Sequence[bool],
         after: Transfer | None = None,
     ) -> tuple[Sequence[Tensor | None], Transfer | None]:
-        """Begin to move reduced gradients `rows` to the memory kind in which gradients are stored; by default do nothing.
+        """Begin to move reduced gradients `rows` to host or disk, if gradients are stored there; by default move nothing.
 
-        Returns (tensors there that will have the rows, copy under way or None). `rows`: None if no rank has a gradient, which
-        stays None. `chosen`: index of the parameter of each of `rows`. `adding`: True for rows that are only added to a
-        gradient. `after`: the transfer, if any, that makes the rows.
+        Returns (tensors that will have the rows, in that memory or `rows` themselves; copy under way or None). `rows`: None if
+        no rank has a gradient, which stays None. `chosen`: index of the parameter of each of `rows`. `adding`: True for rows
+        that the caller adds to an existing `.grad`, and then drops. `after`: the transfer, if any, that makes the rows.
         """
         return rows, None
 

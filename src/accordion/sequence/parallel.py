@@ -24,7 +24,7 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Call it before `shard`, which still shards over all ranks, and pass the model the results of `split_sequence`. The model's
     attention implementation (sdpa, eager, flash or flex attention) then runs on whole sequences of some of the heads. The call
-    does not communicate. Each forward gathers the padding mask, or without one the position ids. The model gets a copy of its
+    does not communicate. Each forward gathers a 2-D mask, or the position ids if there is no mask. The model gets a copy of its
     `config` that names an attention implementation of Accordion. In its forward `use_cache` is False by default.
     `use_cache=True`, `generate`, and labels without `num_items_in_batch` raise `UsageError`. So do any labels if the model's
     forward does not call `loss_function`; take the loss of its logits instead.
@@ -66,7 +66,7 @@ def split_sequence(
         ignore_index: the label of tokens without a loss.
 
     Returns: the parts, with `position_ids` (1, tokens of this rank) if `batch` has none. With `labels` or `shift_labels` also:
-        `shift_labels`: (batch, tokens of this rank), the label that each token predicts: those of `batch`, or new if `shift`.
+        `shift_labels`: (batch, tokens of this rank), the label that each token predicts: of `batch`, or else new, if `shift`.
         `num_items_in_batch`: the number of tokens of the whole batch that have a loss, or instead the `num_items_in_batch` of
             `batch` if it has one; in both cases divided by the number of ranks. The sum of this rank's losses divided by this
             number is a loss whose mean over ranks is that of the whole batch.
@@ -91,8 +91,8 @@ def split_sequence(
 
 
 def own_part(batch: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """Return `batch` with this rank's part of each tensor that `split_sequence` splits, and nothing added. The first call on
-    `mesh` is collective. Raises `UsageError` if the ranks do not divide the tokens, or if their first batches differ."""
+    """Return `batch` with this rank's part of each tensor whose dim 1 (of `position_ids` the last) has the tokens. The first
+    call on `mesh` is collective. Raises `UsageError` if the ranks do not divide the tokens, or their first batches differ."""
     _compare_once(batch, group_of(mesh))
     num_ranks, rank, num_tokens = mesh.size(), mesh.get_local_rank(), _tokens(batch).shape[1]
     if num_tokens % num_ranks:

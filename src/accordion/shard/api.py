@@ -56,8 +56,8 @@ def shard(
     Collective: call it on every rank. Make the optimizer after it, because the parameters are new objects.
 
     Args:
-        model: with real parameters, equal on all ranks (checksums are compared, also of buffers in the state dict), or on the
-            meta device; then its shards are zeros until they are loaded.
+        model: with real parameters, equal on all ranks (checksums are compared, also of persistent buffers), or on the meta
+            device; then its shards are zeros until they are loaded.
         mesh: 1-D, by default of all ranks; a hybrid strategy needs a 2-D one, ("replicate", "shard").
         sharding: how to shard; None: by `fields`.
         sync: take the first rank's values on all ranks; models of the other ranks may be on the meta device.

@@ -39,8 +39,8 @@ def local_part(param: nn.Parameter) -> Tensor:
 
 
 def layout_of(param: Any, c: Cut, mesh: DeviceMesh, placements: Sequence[Placement]) -> Layout:
-    """Return the layout of `param` over `mesh`, the data-parallel axes, with `placements`. If `param` is a DTensor, its axes
-    and placements are appended. `c`: the division of `local_part(param)` over the last axis of `mesh`."""
+    """Return the layout of `param` over `mesh`, the data-parallel axes, with `placements`. A DTensor's own are appended; a last
+    `Shard` of a dim that these divide too becomes strided. `c`: how the last axis of `mesh` divides `local_part(param)`."""
     rank = mesh.get_local_rank(mesh.ndim - 1)
     if not isinstance(param, DTensor):
         return Layout(mesh, tuple(placements), c, rank, mesh)
