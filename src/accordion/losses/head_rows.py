@@ -111,8 +111,8 @@ class RowLosses(torch.autograd.Function):
 
 
 def chunks(loss: TokenLoss, labels: Tensor, weight: Tensor) -> list[slice]:
-    """Return slices of `loss.num_rows(rows of weight)` tokens that divide the tokens of `labels` into chunks; the last slice
-    may reach beyond the end."""
+    """Return slices that divide the tokens of `labels` into chunks of as many tokens as `loss` allows for logits of all words
+    in `weight` (words, width). The last slice may reach beyond the end."""
     step = loss.num_rows(max(1, weight.shape[0]))
     return [slice(start, start + step) for start in range(0, len(labels), step)]
 

@@ -69,8 +69,8 @@ class TokenLoss:
         return losses.where(counts, 0.0)
 
     def backward_(self, logits: Tensor, log_sum: Tensor, targets: Targets, weights: Tensor, num_words: int) -> Tensor:
-        """Overwrite `logits`, a result of `capped_`, with the gradient of the sum of losses times `weights` (tokens,) by the
-        logits before `capped_`; return `logits`: (tokens, words), for some of `num_words` words or all. log_sum: see `losses`."""
+        """Overwrite `logits` (tokens, some or all of `num_words` words), a result of `capped_`, with the gradient of the sum of
+        losses times `weights` (tokens,) by logits before `capped_`; return it. log_sum: log of the sum of exp of all logits."""
         weights = weights.where(targets.counts, 0.0)
         slope = None if self.soft_cap is None else 1 - (logits / self.soft_cap).square()
         logits.sub_(log_sum[:, None]).exp_()

@@ -95,8 +95,8 @@ class PlaceObserver(Observer):
 
 
 def place_of_rank() -> str:
-    """Return JSON text: under "models" a list of the `as_values` of each observed model, and under "stack" a list of the
-    frames, as text, of this rank's main thread, the outermost first."""
+    """Return JSON text: under "models" a list of dicts, `PlaceObserver.as_values`, with unit, phase and collective of each
+    observed model; under "stack" a list of the frames, as text, of this rank's main thread, the outermost first."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     # torch's template escapes nothing, and a browser would take `<module>` for a tag.
     stack = [

@@ -339,8 +339,8 @@ class Recorder(Observer):
 
 
 def _spans_of(log: StepLog, clock: HostClock, start_us: float) -> Iterator[TraceSpan]:
-    """Yield the spans of the step `log`, with times in microseconds after `start_us`. Spans that last longer than the step are
-    cut off at its end, except on the lane `HOST_STEP`, because threads may go on after `optimizer.step()`."""
+    """Yield the spans of the step `log`, with times in microseconds after `start_us`. Spans are cut off at the step's end, and
+    left out if they begin later, except on the lane `HOST_STEP`, because threads may go on after `optimizer.step()`."""
     step_end_us = clock.us(log.end) - start_us
     ends = [mark for mark, _, _ in log.switches[1:]] + [log.end]
     works = [(COMPUTE, kind, unit, start, end) for (start, kind, unit), end in zip(log.switches, ends, strict=True)]

@@ -23,9 +23,9 @@ class NormPart:
 
 
 def norms(rows: Sequence[Sequence[NormPart]], norm_type: float, device: torch.device) -> Tensor:
-    """Return the `norm_type`-norm over the elements of all parts of each row (at least one part): (len(rows),) float32 on
-    `device`, equal on all ranks. Collective: all ranks must pass parts with the same communicators in the same order. Parts
-    with the same communicators share one all-reduce over each of them. `device`: of the communication, not of the tensors."""
+    """Return (len(rows),) float32 on `device`, equal on all ranks: entry i is the `norm_type`-norm over all parts in the list
+    `rows[i]` (at least one). Collective: all ranks must pass parts with the same communicators in the same order. Parts with
+    the same communicators share one all-reduce over each of them. `device`: of the communication, not of the tensors."""
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     of_ranks: dict[tuple[int, ...], list[tuple[int, NormPart]]] = {}
     for row, part in [(row, part) for row, parts in enumerate(rows) for part in parts]:

@@ -149,7 +149,7 @@ class TorchaoStates(LowBitStates):
         return {key: self._parts(p, v, key) if isinstance(v, DTensor) else v for key, v in entry.items()}
 
     def _parts(self, p: DTensor, state: DTensor, key: str) -> Any:
-        """Return a low-bit `state` as {name: DTensor of codes, scales or table, "signed": bool}; any other `state` as it is."""
+        """Return a low-bit `state` named `key` as {name: DTensor of codes, scales or table, "signed": bool}, others as is."""
         local: Any = _torch.local_of(state)
         if local.numel() and not hasattr(local, "__tensor_flatten__"):
             return state

@@ -94,9 +94,9 @@ def sharded_engines() -> weakref.WeakSet[Engine]:
 
 
 class Owners:
-    """Choice, equal on all ranks, of an owner rank for each parameter in the param `groups` of an optimizer: `matrices[i]` has
-    that of `params[i]`. `buckets` chooses the parameters to exchange together. The constructor is collective, and raises
-    `UsageError` if tensor or expert parallelism splits a parameter."""
+    """Choice, equal on all ranks, of an owner rank for each parameter in the param `groups` of an optimizer:
+    `matrices[i].owner` is the owner of `params[i]`. `buckets` chooses the parameters to exchange together. The
+    constructor is collective, and raises `UsageError` if tensor or expert parallelism splits a parameter."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         pairs = [(i, p) for i, group in enumerate(groups) for p in group["params"]]
@@ -424,7 +424,7 @@ class OwnerStep(WholeStep):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict with the states of all owners on every rank: tensors as DTensors of rows, scalars as they are.
-        Collective. Raises `UsageError` on every rank for values that `_shared` refuses."""
+        Collective. Raises `UsageError` on every rank if a state has values other than finite numbers, texts and tensors."""
         saved = super().state_dict()
         divided: dict[Division, dict[Matrix, DTensor]] = defaultdict(dict)
         for matrix, p in zip(self.current_owners().matrices, params_of(self), strict=True):

@@ -268,7 +268,7 @@ def _refuse_stored_step(optimizer: Optimizer) -> None:
 def wrap_optimizer(optimizer: Opt, *, elementwise: bool = False, whole_matrices: bool = False) -> Opt:
     """Make `optimizer` step on the local tensors of sharded parameters; return the same object, now of a subclass of its class.
 
-    Its interface stays, and `param_groups` and `state` keep their DTensors. Elementwise optimizers of torch.optim step correctly
+    No effect if wrapped before. `param_groups` and `state` keep DTensors. Elementwise optimizers of torch.optim step correctly
     without this too, but more slowly; parameters that an `Offload` steps chunk by chunk need it. `state_dict` returns the rows of
     this rank; `load_state_dict` is collective, and raises `UsageError` on all ranks if one gets another rank's rows. The result
     can be copied, not pickled. In `torch.compile` the step runs uncompiled. If `optimizer` wraps another one (accelerate's), the
@@ -387,8 +387,8 @@ def clip_norm_of(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of `parameters`, of the models of `engines`, in place to a common norm of at most `max_norm`; return
-    the norm before. Collective: all ranks must pass the same parameters. For all else see `clip_grad_norm_`."""
+    """Scale the gradients of `parameters`, of the models of `engines`, in place to a joint norm of at most `max_norm`; return
+    the norm before. Collective: all ranks must pass the same parameters. `error_if_nonfinite`: raise if it is NaN or inf."""
     wanted = {id(param): param for param in parameters}
     for engine in engines:
         engine.synchronize()
@@ -417,9 +417,9 @@ def owned_by_id(engines: Iterable[Engine]) -> dict[int, tuple[Engine, Param]]:
 def norm_parts(
     params: Iterable[Tensor], owned: Mapping[int, tuple[Engine, Param]], value_of: Callable[[Tensor], Tensor | None]
 ) -> list[NormPart]:
-    """Return this rank's values of `params` as a row for `norms`: one part per set of ranks over which values are sharded.
-    `owned`: from `owned_by_id`; other parameters count whole. `value_of(p)` returns the value of parameter p, such as its
-    gradient, or None to skip p. All ranks must pass the same `params`."""
+    """Return this rank's values of `params` for `norms`: one `NormPart` per set of ranks over which values are sharded, without
+    values that another rank counts. `owned`: from `owned_by_id`; other parameters count whole. `value_of(p)` returns the value
+    of parameter p, such as its gradient, or None to skip p. All ranks must pass the same `params`."""
     parts: dict[tuple[int, ...], NormPart] = {}
     for p in params:
         communicators, counts = _norm_over(*owned[id(p)]) if id(p) in owned else ([], True)

@@ -243,8 +243,8 @@ class OrderAgreement(Observer):
             self._decide(reports)
 
     def join_meeting(self, what: str) -> dict[int, dict[str, Any]]:
-        """Join a meeting (a barrier with reports) that another rank opened while this rank waits in a collective, `what` for
-        messages. Return rank -> report, {} if all are equal. Raises `DivergenceError` if dummy calls cannot help."""
+        """Join a meeting (a barrier with reports) that another rank opened while this rank waits in a collective. `what`: text
+        on that wait. Return rank -> report, {} if all are equal. Raises `DivergenceError` if dummy calls cannot help."""
         reports = self._monitor.meet({"what": what, "step": None, **self._position()}) or {}
         if reports:
             self._decide(reports)

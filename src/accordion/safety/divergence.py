@@ -66,7 +66,7 @@ class DivergenceMonitor(Observer):
     (`wait`), see that and join, and `OrderAgreement` decides what to do. In other waits, each rank posts (sends to all others)
     after `REPORT_AFTER_S` what it waits for; if all ranks wait and none can continue, each raises an error with all posts. On
     NCCL the host does not wait in collectives and sees no meeting: ranks that left the order raise after `LOST_S`, or the job's
-    timeout if that is shorter.
+    timeout if that is shorter. `OrderAgreement` sets `join`; `StepWatch` sets `history` and counts `num_steps`.
     """
 
     def __init__(self, communicators: Sequence[Communicator], ranks: Sequence[int], hub: Hub | None = None) -> None:
@@ -102,8 +102,8 @@ class DivergenceMonitor(Observer):
         return None if hub is None or hub.is_closed else hub
 
     def check(self) -> None:
-        """Raise `DivergenceError` if ranks of this model have diverged before. Raise `UsageError` if there are other ranks, and
-        the job's process group was destroyed."""
+        """Raise `DivergenceError` if this monitor has raised one before. Raise `UsageError` if there are other ranks, and the
+        job's process group was destroyed."""
         if self.listens and self._hub is None and not dist.is_initialized():
             raise UsageError(
                 "a sharded model was called after dist.destroy_process_group(), so its ranks cannot reach each other; call it "
@@ -204,9 +204,9 @@ class DivergenceMonitor(Observer):
         self.fail(f"ranks have diverged: {wording.doing_of(reports)}; {wording.advice(reports)}")
 
     def _fail_in_backend(self, what: str, error: BaseException) -> NoReturn:
-        """Raise `DivergenceError` in place of a backend's `error`. Its text names the rank that caused `error` if the hub
-        learns of one within `ECHO_S` (of a timeout: knows of one already), otherwise what the other ranks do, or else quotes
-        `error`."""
+        """Raise `DivergenceError` in place of a backend's `error`. Its text names the rank that caused `error` if that rank's
+        report arrives within `ECHO_S` (if `error` is a timeout: has arrived before), or else what the other ranks do, or else
+        quotes `error`. `what`: text on what this rank does."""
         self.position.doing = what
         if (hub := self._hub) is not None:
             is_out_of_time = wording.is_out_of_time(error)
@@ -380,7 +380,7 @@ class DivergenceMonitor(Observer):
 
     def _fail_mismatch(self, what: str) -> NoReturn:
         """Raise `DivergenceError` because tags or digests differ; the error tells how the steps of ranks differ, or what each
-        rank does. Waits up to `POSTS_S` for the posts of all ranks."""
+        rank does. Waits up to `POSTS_S` for the posts of all ranks. `what`: text on what this rank does."""
         hub, post = self._hub, {"what": what, **self._facts, **self.history()}
         assert hub is not None, "other ranks took part in a collective just now, or have sent digests"
         self._tell(post)

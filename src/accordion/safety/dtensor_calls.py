@@ -75,8 +75,8 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     For a parameter on a CPU, torch would draw equal rows on all ranks. So the numbers of the whole tensor are drawn, which
     needs memory for them, and this rank's rows are kept. On accelerators, and for tensors that are no parameters, torch's
-    implementation is called. Raises `UsageError` if this version of torch would divide the numbers in another way, and for a
-    view that `_begin_write` refuses.
+    implementation is called. Raises `UsageError` if this version of torch would divide the numbers in another way, or if
+    `operator` writes into a view of a parameter that was gathered into new memory, such as `weight[0]`.
     """
     tensor = args[0]
     param = _param_of(tensor)

@@ -55,7 +55,7 @@ def have_own_data(engine: Engine) -> bool:
 @torch.no_grad()
 def checksums_of(tensors: Iterable[Tensor]) -> list[HostCopy]:
     """Compute (checksum, 1 if elements differ else 0) of each tensor, begin to copy these pairs to the host, and return one copy
-    per device, without waiting. Tensors on meta, without elements, or of a subclass are left out."""
+    per device, without waiting. Tensors on meta, without elements, of a subclass, or not strided are left out."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         is_plain = type(tensor) is Tensor and tensor.layout is torch.strided

@@ -20,9 +20,9 @@ from accordion.engine.unit import Unit
 class HiddenLosses(Observer):
     """Observer that begins the backward of a call, which unshards its unit, when autograd reads a full parameter saved in it.
 
-    A hook on saved tensors costs two Python calls for each tensor. So a unit has one only until its first backward, and later
-    only if a backward of it has begun at such a read. Inside saved-tensor hooks of other code, such as offload of activations, no
-    hook is installed, because torch calls only the innermost one.
+    A hook on saved tensors costs two Python calls for each tensor. So after a unit's first backward a call has one only if a
+    backward of the unit has begun at such a read, or if backwards do not gather the unit otherwise. No hook is installed inside
+    saved-tensor hooks of other code, such as offload of activations, because torch calls only the innermost one.
     """
 
     def __init__(self) -> None:

@@ -222,7 +222,7 @@ def refuse_additions(model: nn.Module, engine: Engine) -> None:
 
 class OneCaller(Observer):
     """Observer that raises `UsageError` if the model is called in a forked process, unless there are no other ranks (`alone`).
-    It also raises `UsageError` if a second thread calls the model while a forward runs."""
+    It also raises `UsageError` if a second thread calls the model, other than in a backward, while a forward runs."""
 
     def __init__(self, *, alone: bool) -> None:
         self._alone = alone

@@ -73,7 +73,7 @@ def same_structure(
 
     `owned`: the parameters. `chosen`: (name, module) of each unit, in the order of `Owned.owner`, the root first. `arguments`:
     name -> text of other arguments of `shard`; None: neither they nor buffers are compared. If the text of "sync" is "True",
-    tensors may be on the meta device on some ranks only, and buffers outside of the state dict are compared too.
+    tensors may be on the meta device on some ranks only, and non-persistent buffers are compared too.
     """
     # The other ranks would wait for one that raised `refused` at once.
     sync = (arguments or {}).get("sync") == "True"
@@ -141,7 +141,7 @@ def settings_of(names: Sequence[str], precisions: Sequence[Precision], offloads:
 
 def on_every_rank(make: Callable[[], Result], context: ShardingContext) -> Result:
     """Return `make()`. A collective. If `make` raises `UsageError` or `OffloadError` on some ranks, every rank raises a
-    `UsageError`; its text on the other ranks has that of the error."""
+    `UsageError`, which on the other ranks quotes that error."""
     error: UsageError | None = None
     try:
         result = make()
@@ -178,7 +178,7 @@ def same_values(
     model: nn.Module, owned: list[Owned], context: ShardingContext, sync: bool, contexts: Mapping[int, ShardingContext]
 ) -> Callable[[Owned], Tensor | None]:
     """Compare values over ranks, and return a function that maps a parameter, as `Owned`, to the tensor to shard. A collective.
-    Raises `DivergenceError` on every rank if parameters, or buffers of the state dict, differ.
+    Raises `DivergenceError` on every rank if parameters or persistent buffers differ.
 
     The function returns None for a parameter on the meta device. With `sync` values are not compared, and the function returns
     the first rank's; None if the first rank has the parameter on meta, and then it must be there on all ranks. All ranks must
@@ -253,7 +253,7 @@ def _real_on_first(named: Mapping[str, Tensor], context: ShardingContext) -> set
 
 
 def buffers_of(model: nn.Module, *, all_of_them: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, buffer) of the buffers in the state dict, or with `all_of_them` of all buffers, each once."""
+    """Yield (name, buffer) of the persistent buffers, or with `all_of_them` of all buffers, each once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():

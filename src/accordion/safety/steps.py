@@ -135,7 +135,7 @@ class StepWatch(Observer):
 
 
 def first_trained(engine: Engine) -> Unit | None:
-    """Return the first unit with trainable parameters, whose reduces carry the digest; None if all are frozen."""
+    """Return the first unit with trainable parameters; None if all parameters are frozen."""
     return next((unit for unit in engine.units if unit.trained.indices), None)
 
 

@@ -30,8 +30,8 @@ WARNED = -1  # in place of a digest of inputs, after the warning
 
 
 class Position:
-    """The position of this rank. `str` returns it as text for other ranks: what the rank is `doing` with others, if anything,
-    the `phase` of its step, and the line of the program."""
+    """The position of this rank; `DivergenceMonitor` sets its attributes. `str` returns it as text for other ranks: what the
+    rank is `doing` with others, or else if it is in the model; the `phase` of its step; and the line of the program."""
 
     def __init__(self) -> None:
         self.doing: str | None = None

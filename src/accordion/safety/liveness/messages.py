@@ -17,8 +17,8 @@ class HubMessage:
 @dataclass(frozen=True, kw_only=True)
 class HasEnded(HubMessage):
     """The program of `rank` ends. `text`: how, as the end of a sentence that begins with "rank R". `echo`: another rank is the
-    cause. `closed`: the receiver made this message when the connection closed; `text` counts only if `rank` has sent no such
-    message."""
+    cause. `closed`: the receiver made this message when the connection closed; `text` counts only if `rank` has sent no
+    `HasEnded` itself."""
 
     text: str
     echo: bool = False
@@ -65,7 +65,7 @@ class Arrival(HubMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingCalled(HubMessage):
-    """`rank` was the first to join the meeting `name`, with `wakes`."""
+    """`rank` was the first to join the meeting `name`, which receivers that wait in a collective join too."""
 
     name: str
 

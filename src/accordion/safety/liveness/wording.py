@@ -113,7 +113,7 @@ def place_of(stack: Iterable[tuple[Any, int]]) -> str:
 
 
 def place_of_error(error: BaseException) -> str:
-    """Return the text of `place_of` for the frames through which `error` was raised."""
+    """Return "at file:line `code`" of the innermost frame of user code in the traceback of `error`; "" if there is none."""
     return place_of(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
