@@ -124,8 +124,8 @@ def measure(chosen_options: Any, job: Callable[[Any], Page], command: str = "") 
 
 
 def world_of(nproc: int, device: str) -> World:
-    """Return the settings of `nproc` ranks (0: one per accelerator, or 2 on the CPU) on devices of type `device` ("auto" as in
-    `devices_named`); ranks share the cores. Raises `UsageError` without such a device, or with fewer accelerators than ranks."""
+    """Return the settings of `nproc` ranks (0: one per accelerator, or 2 on the CPU) on devices of type `device` ("auto": this
+    machine's accelerators, else CPU); ranks share the cores. Raises `UsageError` without such a device, or with too few."""
     devices = devices_named(device, "device", devices_here())
     num_ranks = nproc or devices.count or 2
     if devices.count and num_ranks > devices.count:

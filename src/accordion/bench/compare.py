@@ -25,10 +25,10 @@ PARTS = ("forward", "backward", "optimizer")
 class ContenderResult:
     """The figures of one contender. Seconds are means over ranks. Each memory figure is that of the rank with the most.
 
-    `times`: name -> spread of seconds over all measured steps; names are "forward", "backward", "optimizer", "step" and "cpu".
-    `steps`, `cpu`: [round][step] -> seconds, "step" and "cpu" of `Clock.times`. `tokens_per_s`: of all ranks together.
-    `rest_bytes`: memory between steps. `allocated_bytes`, `reserved_bytes`: peaks. `sent_bytes`, `launches`: kind of collective
-    -> bytes sent and number of collectives in a step, of the rank that sends most.
+    `times`: name -> spread of seconds over all measured steps; names are "forward", "backward", "optimizer", their sum "step",
+    and "cpu" (CPU time of all threads). `steps`, `cpu`: [round][step] -> seconds of "step" and "cpu". `tokens_per_s`: of all
+    ranks. `rest_bytes`: memory between steps. `allocated_bytes`, `reserved_bytes`: peaks. `sent_bytes`, `launches`: kind of
+    collective -> bytes sent and number of collectives in a step, of the rank that sends most.
     """
 
     times: dict[str, Spread]
@@ -46,7 +46,7 @@ class ContenderResult:
 class Comparison:
     """All figures of `accordion bench`. `contenders`: name -> figures. `ratios`, `cpu_ratios`: (this engine under one strategy,
     other contender) or (any contender, "floor") -> `steps` or `cpu` of the former divided by that of the latter, as a spread
-    over rounds. `left_out`: contender that did not start -> reason. `machine`: from `describe`."""
+    over rounds. `left_out`: contender that did not start -> reason. `machine`: its hardware and versions."""
 
     machine: dict[str, Any]
     setting: Setting

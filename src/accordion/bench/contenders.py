@@ -29,7 +29,7 @@ OURS = "accordion"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """The training that all contenders run. `model`: a name that `shape_of` takes. `batch`: sequences per rank and step. `seq`:
-    tokens per sequence. `bf16`: compute in bf16 over float32 parameters. `seed`: as in `start`."""
+    tokens per sequence. `bf16`: compute in bf16 over float32 parameters. `seed`: of the model's random weights."""
 
     model: str = "gpt-30m"
     batch: int = 2

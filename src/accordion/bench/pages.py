@@ -77,7 +77,7 @@ def _sizes(c: Comparison) -> Table:
 
 
 def of_host(times: Mapping[str, HostTime], machine: dict[str, Any]) -> Page:
-    """Return the page of `accordion bench host`. `times`: contender -> host time. `machine`: from `describe`."""
+    """Return the page of `accordion bench host`. `times`: contender -> host time. `machine`: its hardware and versions."""
     rows = []
     peers = [name for name in times if not is_ours(name) and name != "plain"]
     for name, t in times.items():
@@ -98,7 +98,7 @@ def of_host(times: Mapping[str, HostTime], machine: dict[str, Any]) -> Page:
 
 def of_memory(memory: Mapping[str, dict[str, int]], about: str, machine: dict[str, Any]) -> Page:
     """Return the page of `accordion bench memory`. `memory`: contender -> result of `Trainer.memory`. `about`: the page's first
-    note. `machine`: from `describe`."""
+    note. `machine`: its hardware and versions, from `describe`."""
     peers = [name for name in memory if not is_ours(name)]
     rows = [
         [

@@ -40,7 +40,7 @@ class DoctorOptions:
 
     Args:
         run: folder of a run that failed, to find the rank that the others waited for; nothing else is examined
-        device: `auto` uses the accelerators of this machine, one rank each; `cpu` uses two ranks
+        device: `auto` uses the accelerators of this machine, one rank each, or else the CPU; `cpu` uses two ranks
         dir: folder for runs and checkpoints, whose disk is measured; the written file is removed
         json: print one JSON object
     """

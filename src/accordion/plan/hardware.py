@@ -53,7 +53,7 @@ class Gpu:
     """A GPU model: the peaks of its data sheet, and the shares of them that training reaches.
 
     Args:
-        tflops: peak TFLOP/s of dense bf16.
+        tflops: peak TFLOP/s of dense products in the dtype `half`.
         fp32_tflops: peak TFLOP/s of float32 without TF32, which is torch's default.
         bandwidth_gbps: peak GB/s of its memory.
         link, link_gbps: name of the link between the GPUs of a node, and the peak GB/s that one GPU sends over it.

@@ -128,7 +128,7 @@ class Plan:
         return Trace([drawn(self.log, costs, choice.strategy.name)])
 
     def mfu(self, c: Candidate, rate: str = "middle") -> float:
-        """Return FLOP/s of `c`, without recomputation, as a share (0 to 1) of the GPU's bf16 peak. `rate`: key of `c.steps`,
+        """Return FLOP/s of `c`, without recomputation, as a share (0 to 1) of the GPU's `tflops`. `rate`: key of `c.steps`,
         which must not be None."""
         assert c.steps is not None
         return c.steps[rate].flops / c.steps[rate].seconds / (self.cluster.gpu.tflops * 1e12)

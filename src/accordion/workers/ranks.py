@@ -72,7 +72,7 @@ class WorkerTeam(contextlib.AbstractContextManager["WorkerTeam"]):
 
     `make(setup, *args)` is called in each process with its `RankSetup`, once the process group exists, and returns the object
     whose methods `ask` calls. `make` must be a function or class of a module, since it is pickled by name. `name`: name of the
-    contender in errors. `environ`: environment variables of the processes, set before that; None: none.
+    contender in errors. `environ`: environment variables, set when a process starts; None: none.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ def join(setup: RankSetup) -> None:
 
 
 class Done(dist.Work):
-    """A `Work` that is complete, returned by all collectives of `StillGroup`."""
+    """A `Work` that is complete, for collectives that send nothing, such as those of `StillGroup`."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True

@@ -126,8 +126,8 @@ def precision_of(text: str) -> Precision:
 
 
 def counts_of(text: str | None) -> tuple[list[int], int]:
-    """Return (numbers of GPUs to try, GPUs per node): ([16], 8) from "2x8", ([8, 16], 8) from "8,16". Without "x", a node has the
-    largest number, but at most eight. Raises `UsageError` for other text."""
+    """Return (numbers of GPUs to try, GPUs per node): ([16], 8) from "2x8", ([8, 16], 8) from "8,16", ([8], 8) from None.
+    Without "x", a node has the largest number, but at most eight. Raises `UsageError` for other text."""
     nodes, _, each = (text or str(NODE)).rpartition("x")
     words = each.split(",") if not nodes else [nodes, each]
     if not all(word.isdecimal() and 0 < int(word[:9]) <= LARGEST_GPUS and len(word) < 9 for word in words):

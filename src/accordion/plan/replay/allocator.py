@@ -87,7 +87,7 @@ class Allocator:
         pool.add(start, size)
 
     def _grown(self, pool: _Pool, size: int) -> tuple[int, int]:
-        """Reserve memory in `pool`; return (start, size) of a block of `size` bytes or more, not one of its free blocks."""
+        """Reserve memory in `pool`; return (start, size) of a block of `size` bytes or more, which is not listed as free."""
         start = pool.top
         if self._expandable:
             start = pool.by_end.get(pool.top, start)

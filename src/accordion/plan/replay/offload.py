@@ -41,8 +41,8 @@ NORM, SCALE = "_foreach_norm", "_foreach_mul_"  # kernels of clipping; later ker
 def offloaded(log: Log, offload: Offload, compute_bytes: int) -> Log:
     """Return the log of a step with parameters and states offloaded as in `offload`. It is derived from `log`, in which both
     are on the device, and has only memory and work of the device. Return `log` itself if `offload` offloads neither. `log` must
-    have the offload of activations already. Not for a single rank, whose offload has to be traced. `compute_bytes`: bytes per
-    element of the compute dtype."""
+    have the offload of activations already. For a single rank use only its work: its memory has to be traced.
+    `compute_bytes`: bytes per element of the compute dtype."""
     return _without_states(log, offload.params == HOST, compute_bytes) if offload.is_any else log
 
 
@@ -63,8 +63,8 @@ def _without_states(log: Log, has_params_on_host: bool, compute_bytes: int) -> L
 
 def _device_events(log: Log, moved: set[int]) -> Iterator[Event]:
     """Yield the events of `log` without operators of the optimizer's step, and without frees of allocations whose numbers are
-    in `moved`. Sharded gradients are freed earlier than in `log`: after the next reduce, or when the backward ends, because the
-    engine has then waited for their copy to the host."""
+    in `moved`. Sharded gradients are freed earlier than in `log`, when the engine has waited for their copy to the host: after
+    the next reduce (on a single rank: the next unit's backward), or when the backward ends."""
     gradients = offloaded_gradients(log)
     launches = [event for event in log.events if isinstance(event, Launch)]
     last = Streams.REPLICATE if any(event.stream == Streams.REPLICATE for event in launches) else "reduce"
@@ -144,8 +144,8 @@ def offloaded_gradients(log: Log) -> Mapping[int, int]:
 
 
 def inputs_of(log: Log) -> list[int]:
-    """Return the bytes, in whole pages, of each input that is offloaded by the micro-batch that offloads the most bytes; [] if
-    none offloads any."""
+    """Return the bytes, in whole pages, of each input of a recomputed unit that is offloaded, in the micro-batch that offloads
+    the most bytes; [] if none offloads any."""
     batches: list[list[int]] = [[]]
     for event in log.events:
         if isinstance(event, Enter) and event.place == START:

@@ -140,8 +140,8 @@ class StreamClock:
 
 
 def kind_of(event: Op | Collective) -> str:
-    """Return the kind of work of `event`, by which seconds are summed: a kind of collective, such as "gather"; a kind of kernel
-    on the compute stream, such as "attention"; or a side stream, such as "store"."""
+    """Return the kind of work of `event`, by which seconds are summed: a kind of collective, such as "gather"; of kernel on the
+    compute stream, such as "attention"; a stream of copies, such as "store"; on other streams "reduce stream's kernels"."""
     if isinstance(event, Collective):
         return ALL_TO_ALLS.get(event.axis, IN_LINE) if event.stream == COMPUTE else event.kind
     if event.stream in (Streams.FETCH, Streams.STORE):

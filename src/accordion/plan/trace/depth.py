@@ -74,7 +74,7 @@ class _Origin(NamedTuple):
 
 @dataclass(slots=True)
 class _Segment:
-    """The events between two `Enter` events: one visit of the forward or backward of a unit. Fields as in `_Origin`."""
+    """The events from one `Enter` to the next: visit `visit` (from 0) of `place`, unit `part` of `block` (None: no block)."""
 
     place: StepPart
     block: int | None
@@ -261,8 +261,8 @@ class Extension:
         return [self._numbers[origin._replace(block=b)] for b in blocks]
 
     def _refers_to_one_block(self, segment: _Segment, origin: _Origin) -> bool:
-        """Return True if `segment`, outside of blocks, refers to event `origin` of the deep model's block `origin.block` alone;
-        False if to that of each copy of a repeated block, or of `_deep_block(origin.block)`, even if that is `origin.block`."""
+        """Return True if frees or waits in `segment`, outside of blocks, refer to `origin` in the deep model's block with index
+        `origin.block` alone; False if in each copy of a repeated block, or else in block `_deep_block(origin.block)`."""
         # A backward ends before the transfers of blocks 0 to `later` have ended, so these are waited for after it, block by
         # block. If the same event of a later block is referred to as well, then the segment refers to each block.
         assert origin.block is not None

@@ -161,8 +161,8 @@ def _host_stream(run: TrainingSetup) -> str:
 
 
 def watch(engine: Engine, tracker: Tracker) -> None:
-    """Make `engine` report units and transfers to `tracker`, and set `tracker.axes`, the mesh axis of each communicator.
-    Attaches a `StepTrace`, and replaces attributes of side streams and methods of buffers of full parameters."""
+    """Make `engine` report units and transfers to `tracker`. Sets `tracker.axes`: id of a communicator -> mesh axis, unless it
+    is "shard". Attaches a `StepTrace`, and replaces attributes of side streams and methods of buffers of full parameters."""
     context = engine.context
     tracker.axes = {id(context.replicate.gather): "replicate", id(context.replicate.reduce): "replicate"}
     for group in [g for unit in engine.units for g in unit.groups if g.context is not context]:
@@ -251,7 +251,7 @@ def owners_of(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[int, int
 
 
 def _tensors_below(value: Any, depth: int) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts, and in objects of the engine, at most `depth` attributes deep."""
+    """Yield the tensors in nested `value` and in the engine's objects (no context, engine or unit), `depth` attributes deep."""
     if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple)):

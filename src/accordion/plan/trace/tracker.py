@@ -53,8 +53,8 @@ BY_PHASE = {  # category of new memory, if it is not set
 
 
 class Tracker(StorageWatch):
-    """A dispatch mode (context manager) that appends to `events` the storages, operators and collectives of a step, in order.
-    The traced engine appends its units and transfers. With `with_workspaces`, known workspaces of CUDA kernels are included."""
+    """Dispatch mode that appends to `events` storages, operators and collectives in order; the engine adds units and transfers.
+    Set `with_workspaces` to log known workspaces of CUDA kernels too, and `only_memory` to log no operators."""
 
     def __init__(self) -> None:
         super().__init__()
