@@ -91,8 +91,8 @@ def merged(stored: StoredModel, base: NamedTensors) -> NamedTensors:
     """Return the tensors `base` of `stored`, each merged with the adapter when it is read. Reads the adapter now.
 
     If the base was quantised in training, its weights are quantised and dequantised again before the adapter is added. Tied
-    tensors of which the adapter changes one become separate tensors, as in the adapted model. Needs host memory for the adapter
-    and three tensors of one layer. Raises `UsageError` if the adapter cannot be merged, `CheckpointError` if it is damaged.
+    tensors of which the adapter changes one become separate. Trained copies replace PEFT's `modules_to_save`. Needs host memory
+    for the adapter and three tensors of one layer. Raises `UsageError` if it cannot be merged, `CheckpointError` if damaged.
     """
     whole: Any = meta_model(stored)
     config = next(iter(whole.peft_config.values()))

@@ -249,7 +249,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         def run_hooks(shown: list[Any], *rest: Any) -> None:
             """Call each hook with all models: (models, weights, folder) in a save, (models, folder) in a load. Collective.
-            `shown`: accelerate's models. What a hook removes from its list is removed from accelerate's list too."""
+            `shown`: accelerate's models, not in `pairs`. What a hook removes from its list is removed from accelerate's too."""
             *weights, folder = rest
             listed = weights[0] if weights else shown  # hooks remove from it what they save or load themselves
             listed_items = iter(list(listed))

@@ -60,7 +60,7 @@ OF_MODEL = ("state_dict", "current_model_state", "optimizer_states")  # keys wit
 
 class ShardedStrategy:
     """Mixin to put before Lightning's `DDPStrategy` in the bases of a class: shards modules, writes and reads checkpoints. For
-    `sharding` and `state_dict_type` see `AccordionStrategy`."""
+    `sharding` and `state_dict_type` see `AccordionStrategy`. `DDPStrategy` sets the attributes declared here."""
 
     accelerator: Any
     checkpoint_io: Any

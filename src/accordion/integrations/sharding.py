@@ -62,7 +62,7 @@ class ShardArguments:
 
     def apply(self, model: nn.Module, mixed_precision: str) -> None:
         """Shard `model` in place. If `from_pretrained` put it on the meta device, load its weights then. Collective. Afterwards
-        each forward first broadcasts the first rank's buffers, as DDP does, except those that are not in the state dict. For
+        each forward first broadcasts the first rank's buffers, as DDP does, except non-persistent buffers. For
         `generate` to work as before, modules of transformers get the attribute `_is_fsdp_managed_module`. `mixed_precision`:
         accelerate's name, "no", "bf16" or "fp16"."""
         sharding, sync = self.sharding, self.sync

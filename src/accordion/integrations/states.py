@@ -98,7 +98,7 @@ def whole(value: Any, keep: bool, *, mark: bool = False) -> Any:
 
 
 def placed(value: dict[str, Any], models: Iterable[nn.Module]) -> dict[str, Any]:
-    """Return `value`, a nested dict, with each full tensor that `whole(mark=True)` returned replaced by a DTensor. That is
+    """Return `value`, a nested dict, with each full tensor that `whole(mark=True)` marked replaced by a DTensor. That is
     sharded like a parameter of `models` with the same shape, if possible one with the tensor's former placements; without a
     parameter of the same shape it is replicated. If `models` have no sharded parameter, nothing is replaced."""
     params = [param for model in models for param in model.parameters() if isinstance(param, DTensor)]

@@ -43,7 +43,7 @@ ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredModel:
-    """A description of a model on disk and, optionally, of an adapter for it, as `find_model` returns it."""
+    """A description of a model on disk and, optionally, of an adapter for it. `find_model` sets all fields but `ema`."""
 
     kind: Literal["checkpoint", "folder"]  # a checkpoint of accordion, or a folder of transformers
     path: str
@@ -69,7 +69,7 @@ def find_model(source: str, *, like: str | None = None) -> StoredModel:
     """Return a description of the model that `source` names: a checkpoint, a run's folder, or a folder of transformers or PEFT.
     Reads no weights. `like`: a folder of transformers. It is the base model if `source` is an adapter; its config files replace
     those in a checkpoint of a whole model; otherwise it is unused. Raises `UsageError` if no model is usable, or
-    `CheckpointError` for a damaged `extra`."""
+    `CheckpointError` if a checkpoint's `extra`, the argument of `save`, cannot be read."""
     kind, path = located(source)
     if kind == "checkpoint":
         return _of_checkpoint(path, like)

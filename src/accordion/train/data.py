@@ -19,8 +19,8 @@ Row = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One rank's share of every global batch: position `p` in the order of all samples belongs to rank `p % world`. With an
-    equal `global_batch`, any number of ranks together reads the same samples in every step."""
+    """One rank's share of every global batch: position `p` in the order of samples belongs to rank `p % world`. With an equal
+    `global_batch`, any number of ranks together reads the same samples in a step. Ranks that share sequences count as one."""
 
     rank: int
     world: int

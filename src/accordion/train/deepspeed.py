@@ -38,9 +38,9 @@ def settings_of(config: JobConfig, precision: str) -> Settings | None:
 
 
 def translated(config: Job, named: Collection[str], num_ranks: int) -> Job:
-    """Return `config` for `num_ranks` ranks, with `train.accumulate` computed from `train.global_batch`, and with the values
-    that the DeepSpeed file sets. `named`: keys that the user set. Raises `UsageError` if the file or the global batch cannot be
-    used, if the optimizer's step is not elementwise, or if the file contradicts a key that the user set."""
+    """Return `config` for `num_ranks` ranks, with `train.accumulate` from `train.global_batch`, and with the values of a
+    DeepSpeed file, or DeepSpeed's defaults for keys neither in it nor in `named`, the keys that the user set. Raises
+    `UsageError` if file or global batch are unusable, the optimizer's step is not elementwise, or file and user disagree."""
     config = spread(config, named, num_ranks)
     settings = settings_of(config, str(precision_words(config.shard.precision)))
     if settings is None:

@@ -33,7 +33,7 @@ from accordion.train.screen import Screen
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
     """Result of a run. `state`: "finished", "stopped" for the reason `why`, or, outside of the main thread only, "preempted".
-    `step`: last step; `loss`: mean loss in it, None if that is not finite. `checkpoint`: path of the newest, or None."""
+    `step`: last step, 0 without one; `loss`: its mean loss, None if not finite. `checkpoint`: path of the newest, or None."""
 
     run_dir: str
     state: str

@@ -79,8 +79,8 @@ class LanguageWork:
         }
 
     def progress(self, model: nn.Module) -> dict[str, Any]:
-        """Return what checkpoints store: "model_config", "generation_config" and, with adapters, "adapter", for `accordion
-        export` and `generate`; and the texts "data" and "tokenizer", which identify these."""
+        """Return name -> value to store in `extra` of a checkpoint: "model_config", "generation_config" and, with adapters,
+        "adapter", for `accordion export` and `generate`; "data" and "tokenizer", texts that identify those of the run."""
         config = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[operator, union-attr]
         config["eos_token_id"] = ends_of(config.get("eos_token_id"), self.generation["eos_token_id"])
         extra: dict[str, Any] = {"model_config": config, "generation_config": dict(self.generation)}

@@ -264,8 +264,8 @@ class Forwarding(AbstractContextManager["Forwarding"]):
 
 
 def _failed(error: ChildFailedError, *, asked: bool) -> int:
-    """Print which ranks a signal ended, and return the exit code of the job. `asked`: this process forwarded a signal to them.
-    Raises `NothingStartedError` if `asked` is True and signals ended all ranks in `error` before they could save."""
+    """Return the exit code of the job; unless that is `PREEMPTED`, print which ranks a signal ended. `asked`: this process sent
+    them one. Raises `NothingStartedError` if `asked` is True and signals ended all ranks in `error` before they could save."""
     by_signal, first = {PREEMPTED, *(-number for number in SIGNALS)}, error.get_first_failure()[1].exitcode
     if first == PREEMPTED:
         return PREEMPTED
@@ -431,8 +431,8 @@ def once_per_host(place: RankPlace, store: Store, do: Callable[[], T]) -> T:
 
 
 def first_does(is_first: bool, store: Store, key: str, do: Callable[[], T]) -> T | None:
-    """Call `do` if `is_first` and return its result; otherwise wait until the first rank has done so, and return None. If `do`
-    raises an error on the first rank, other ranks raise `UsageError` with its text. `key`: unused key in `store`, for that."""
+    """Call `do` if `is_first` and return its result; otherwise wait until the first rank has, and return None. If `do` raises
+    an error there, other ranks raise `UsageError` with its text. `key`: unused key in `store`, where the first rank reports."""
     if not is_first:
         store.wait([key], timedelta(days=2))  # reading the data may take long
         if message := store.get(key).decode():

@@ -60,9 +60,9 @@ class LearningRates:
 
 
 def share_at(step: int, options: TrainConfig) -> float:
-    """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then as `train.schedule` says. With x = 0 at the
-    end of the warmup, x = 1 at the last step, and f = `final_lr`, that is for constant: 1; linear: `1 - (1 - f) x`; cosine: `f
-    + (1 - f)(1 + cos(pi x)) / 2`; wsd: 1, then linear from 1 to f in the last `decay_steps` steps (0: a fifth of all)."""
+    """Return the fraction of the peak rate in step 1, 2, ...: linear warmup, then by `train.schedule`. With x = 0 at the end of
+    the warmup, x = 1 at the last step, and f = `final_lr`: constant: 1; linear: `1 - (1 - f) x`; cosine and auto: `f + (1 - f)
+    (1 + cos(pi x)) / 2`; wsd: 1, then linear from 1 to f in the last `decay_steps` steps (0: a fifth of all)."""
     if step <= options.warmup:
         return step / options.warmup
     done, left, final = step - options.warmup, max(1, options.steps - options.warmup), options.final_lr

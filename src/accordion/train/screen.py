@@ -86,7 +86,7 @@ class Screen(AbstractContextManager["Screen"]):
             self._progress = None
 
     def examples(self, shown: Sequence[Sequence[tuple[str, bool]]]) -> None:
-        """Show examples, each a list of (text, True if it counts in the loss), marked by brightness or, if plain, by ⟦ ⟧."""
+        """Show examples, each a list of (text, True if it counts in the loss: bright; without a terminal, between ⟦ ⟧)."""
         legend = "dimmed: not learnt" if self._live else "learnt: ⟦ ⟧"
         for number, parts in enumerate(shown, 1):
             self._console.print(Text.assemble((f"example {number}", "bold"), f" ({legend})"))
