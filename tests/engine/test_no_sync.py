@@ -70,6 +70,16 @@ def test_cleared_gradients_take_what_was_added_up_with_them(mesh, strategy: str,
         model.zero_grad()
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+@on_strategy
+def test_a_gradient_that_is_no_dtensor_is_not_lost(mesh, strategy: str) -> None:
+    model = acc.shard(models.plain(), mesh, strategy=strategy)
+    for p in model.parameters():
+        p.grad = torch.zeros(p.shape, device=device())
+    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+        one_loss(model).backward()
+
+
 @on_world(2)
 def test_a_gradient_that_is_scaled_is_not_cleared(mesh) -> None:
     """Reduced gradients are scaled; local sums under no_sync have no gradient yet."""
