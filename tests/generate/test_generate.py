@@ -134,13 +134,15 @@ def test_an_adapter_writes_what_peft_writes(hold, folder, tmp_path, capfd):
     assert wanted != of_transformers(folder, "def add", 12)
 
 
-def test_the_cause_is_named_if_peft_raises(folder, tmp_path, monkeypatch):
+def test_an_adapter_that_cannot_be_built_is_an_error_with_the_cause(folder, tmp_path, monkeypatch):
     import peft
 
     adapter = language_folders.lora(folder, tmp_path / "adapter")
     monkeypatch.setattr(peft, "get_peft_model", mock.Mock(side_effect=FutureWarning("it moved")))
     with pytest.raises(acc.UsageError, match="FutureWarning: it moved"):
         meta_model(find_model(str(adapter)))
+    with pytest.raises(acc.UsageError, match="which is an adapter too"):
+        find_model(str(adapter), like=str(adapter))
 
 
 def test_a_chat_goes_through_the_template(folder, tmp_path, capfd):
