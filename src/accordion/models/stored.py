@@ -78,9 +78,7 @@ def find_model(source: str, *, like: str | None = None) -> StoredModel:
     described = _described(Path(path), "SOURCE", ADAPTER)
     named = _base_folder(path, "an adapter", like or described.get("base_model_name_or_path"))
     if located(named)[0] == "adapter" or (base := find_model(named)).adapter:
-        raise UsageError(
-            f"SOURCE {source!r} adapts {named!r}, which is an adapter too; `accordion export` merges that first."
-        )
+        raise UsageError(f"SOURCE {source!r} adapts {named!r}, which is an adapter too; merge that: accordion export.")
     return replace(base, tokenizer=path if has_tokenizer(Path(path)) else base.tokenizer, adapter=path)
 
 

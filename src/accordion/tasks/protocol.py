@@ -30,8 +30,7 @@ class Task(Protocol):
 
     def dataset(self, split: str) -> Any:
         """Return the data of `split`, "train" or "validation": a dataset with `__len__` and `__getitem__`, an iterable of
-        samples, a loader of batches, or None if there is none. May also take `rank` and `world`, for a loader of one rank's
-        share."""
+        samples, a loader of batches, or None if there is none. May also take `rank` and `world`, to load one rank's share."""
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
