@@ -207,8 +207,8 @@ def attach_state_dict_hooks(model: nn.Module) -> None:
 
 
 def _wait_for_shards(module: nn.Module, *rest: Any) -> None:
-    """State dict hook: wait for running optimizer steps of the whole model if `module` is a unit, otherwise of the units that
-    own its parameters."""
+    """Pre-hook of `state_dict` and `load_state_dict`: wait for running optimizer steps of the whole model if `module` is a
+    unit, otherwise of the units that own its parameters."""
     hooks = attached_to(module)
     if hooks is not None:
         hooks.engine.synchronize()

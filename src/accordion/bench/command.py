@@ -149,7 +149,7 @@ def _compare(o: CompareOptions) -> Page:
 
 
 def _all_of(against: str) -> list[str]:
-    """Return "accordion" and the contenders in the list `against`. Raises `UsageError` if one is unknown or not installed."""
+    """Return "accordion" and the names in `against` ("fsdp2,ddp"). Raises `UsageError` if one is unknown or not installed."""
     names, left_out = chosen(against)
     if left_out:
         raise UsageError(f"{'; '.join(left_out.values())}. Install it, or leave it out of --against.")

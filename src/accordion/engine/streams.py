@@ -40,7 +40,7 @@ class Waiter(Protocol):
         instead. Call this only if `looks` returns True. `what`: what this rank does."""
 
     def tell(self, text: str) -> None:
-        """Report to the ranks that wait for this one that it has failed. Their error then names this rank and has `text`."""
+        """Report to the ranks that wait for this one that it has failed. `text`: how, to follow "rank R" in their errors."""
 
 
 class SideStream:

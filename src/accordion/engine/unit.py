@@ -55,10 +55,10 @@ class TrainedParams:
 class UnitPolicy:
     """Settings of one unit that may differ from the strategy and change between passes.
 
-    `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: keep them after a backward too,
-    until gradients are reduced or shards written. `reduces`: False to sum gradients on this rank, as under no_sync. `ahead`:
-    phase -> indices of the units to prefetch while this one runs ([]: none); a phase without an entry follows the recorded
-    order. `on_convert`: called, without arguments, before `module.to(...)` and similar methods.
+    `keep`: keep full parameters from forward to backward (None: the engine decides). `keep_on`: keep them after a backward too;
+    the next forward still gathers again if gradients were reduced, or shards written, in between. `reduces`: False to sum
+    gradients on this rank, as under no_sync. `ahead`: phase -> indices of the units to prefetch while this one runs ([]: none);
+    a phase without an entry follows the recorded order. `on_convert`: called, without arguments, before `module.to(...)` etc.
     """
 
     keep: bool | None = None

@@ -41,7 +41,7 @@ def clean(name: str) -> str:
 
 
 class Wrapper(nn.Module):
-    """Base class of `FullyShardedDataParallel`, whose constructor sets attributes: builds one engine for nested wrappers."""
+    """Base class of `FullyShardedDataParallel`, which sets the attributes. `_ready` builds one engine for nested wrappers."""
 
     _arguments: Arguments
     _outer: weakref.ref[Wrapper] | None

@@ -106,7 +106,7 @@ class UnitState:
 
 @lru_cache(4)
 def state_by_unit(log: Log) -> Mapping[int, UnitState]:
-    """Return index of the unit -> parameters and optimizer states of that unit which the traced rank has between steps."""
+    """Return index of the unit -> size of its parameters and optimizer states on the traced rank between steps."""
     states: dict[int, UnitState] = {}
     for alloc, unit in log.held:
         if unit is None:
