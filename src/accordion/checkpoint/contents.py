@@ -69,8 +69,8 @@ def contents(model: nn.Module, optimizer: Optimizer | None, only: Only = None) -
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ({name: parameter or persistent buffer}, {further name of a tied tensor: its first name}). All names begin with
-    "model/". Raises `CheckpointError` if the state dict has a value that is no tensor, or a name twice."""
+    """Return ({name: parameter or persistent buffer}, {further name of a tied tensor: its first name}). A name is "model/" and
+    the state dict's key without `WRAPPERS`. Raises `CheckpointError` for a value that is no tensor, and for two equal names."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}

@@ -79,10 +79,10 @@ class GradientsUnderWay:
         grads: Sequence[Tensor | None],
         counted: Sequence[tuple[Tensor, int] | None],
     ) -> None:
-        """Record in `undecided` the parameters for which perhaps no rank had a gradient. `grads`: results of a reduce, which
-        become `.grad`, or are added in place to the gradients in `earlier`; None is skipped. `counted`: per parameter (sums,
-        k), where `sums[k]`, on the device, is 0 if no rank had a gradient; None if some rank had one: the record of the
-        parameter is then deleted, and its gradient stays. An earlier gradient without a record stays too, and gets none."""
+        """Record in `undecided` the parameters for which perhaps no rank had a gradient. Changes no gradient. Arguments have an
+        entry per parameter. `earlier`: `.grad` before a reduce. `grads`: its result, to become `.grad` or be added; None: skip.
+        `counted`: (sums, k), where `sums[k]`, on the device, is 0 if no rank had a gradient; None if some rank had one: delete
+        the record. With (sums, k), a parameter with None in `earlier` gets a record, and a recorded one this counter too."""
         for param, previous, grad, count in zip(params, earlier, grads, counted, strict=True):
             if grad is None:
                 continue

@@ -171,8 +171,8 @@ def _summed(inputs: Inputs, loss: TokenLoss, reduction: str) -> Tensor:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """Autograd function of the losses of tokens, computed chunk by chunk. For a sum the forward computes the gradients too, which
-    the backward scales in place. For losses by token ("none") the backward computes the logits again."""
+    """Autograd function of token losses, by chunks. `apply(loss, reduction, *inputs)`, of `Inputs`, returns the sum, or for
+    "none" each loss. Gradients are computed in the forward for a sum (one backward scales them), else in the backward."""
 
     @staticmethod
     def forward(ctx: Any, loss: TokenLoss, reduction: str, *inputs: Any) -> Tensor:

@@ -15,9 +15,9 @@ from accordion.version import VERSION
 
 
 def describe(device_type: str) -> dict[str, Any]:
-    """Return name -> value for JSON: hardware and versions of this machine, and as "device" the product name of its current
-    device ("cpu" for that type). If `device_type` is not "cpu", also their number as "devices" and, if torch knows it, the
-    version of their runtime as `device_type`."""
+    """Return name -> value for JSON: hardware and versions of this machine. "device": product name of the current device, or
+    "cpu". If `device_type` is not "cpu", also "devices": the number of devices; and, under the key `device_type` (such as
+    "cuda"), the version of the runtime that torch was built with, if torch knows it."""
     driver = _torch.runtime_version(device_type)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

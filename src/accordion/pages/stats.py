@@ -10,7 +10,7 @@ from statistics import median
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Median and range of `count` values. `low`, `high`: least and largest; from `quartiles`, first and third quartile."""
+    """Median and range of `count` values. `low`, `high`: least and largest, or, by `quartiles()`, first and third quartile."""
 
     median: float
     low: float

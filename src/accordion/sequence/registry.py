@@ -121,9 +121,9 @@ class _Sequences:
         self._packed: tuple[Tensor, Tensor] | None = None
 
     def prepared(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Add `position_ids`, unless given, and a mask of whole sequences, unless one with other than two dims is given, to
-        `inputs`, the arguments of a forward, in place; return `inputs`. A collective if there is a 2-D mask, or position ids
-        without a mask, to gather them. A key/value cache raises `UsageError`."""
+        """Change `inputs`, the arguments of a forward, in place; return them. Adds this rank's `position_ids` if absent. A mask
+        that is absent or 2-D becomes all True, (rows, all tokens): only its shape is used; `mask` applies the padding. A
+        collective if there is a 2-D mask, or position ids without a mask. Raises `UsageError` for a key/value cache."""
         if inputs.get("past_key_values") is not None or inputs.get("use_cache"):
             raise UsageError("sequence parallelism has no key/value cache; pass use_cache=False.")
         tokens = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]

@@ -155,8 +155,8 @@ class _Plan(NamedTuple):
 def _agree(
     make: CommunicatorMaker, model: nn.Module, mesh: DeviceMesh, sharding: Sharding, sync: bool, modes: frozenset[str]
 ) -> _Plan:
-    """Choose units, meshes and policies, make communicators, compare the choices over ranks, and return them. A collective that
-    leaves the model unchanged. Raises `UsageError` for a choice that is not possible, and `DivergenceError` if ranks differ."""
+    """Return the plan of a `shard` call: units, meshes, policies, communicators. A collective that leaves the model unchanged.
+    `sync`: as in `shard`; `modes`: its debug modes. Raises `UsageError` for a bad choice, `DivergenceError` if ranks differ."""
     strategy, precision = sharding.strategy, sharding.precision or Precision()
     sharding.check_secondary(mesh.size(mesh.ndim - 1))
     scale = 1.0 / mesh.size() if sharding.reduce_op == "mean" else 1.0
