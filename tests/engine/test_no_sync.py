@@ -76,7 +76,7 @@ def test_a_gradient_that_is_no_dtensor_is_not_lost(mesh, strategy: str) -> None:
     model = acc.shard(models.plain(), mesh, strategy=strategy)
     for p in model.parameters():
         p.grad = torch.zeros(p.shape, device=device())
-    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+    with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
         one_loss(model).backward()
 
 
