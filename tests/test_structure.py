@@ -246,7 +246,7 @@ BUDGETS = {
     "checkpoint": 4120,
     "compat": 3310,
     "doctor": 560,
-    "engine": 4430,
+    "engine": 4440,
     "export": 540,
     "generate": 540,
     "integrations": 1420,

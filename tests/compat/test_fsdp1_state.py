@@ -272,10 +272,10 @@ def reads(folder: str, model: Any, optimizer: Any, again: Any) -> None:
         its_optimizer = torch.optim.AdamW(again.parameters(), lr=0.05)
         train(again, rank, 1, optimizer=its_optimizer)
         with its_cls.state_dict_type(again, StateDictType.SHARDED_STATE_DICT):
-            found = {"model": again.state_dict(), "optim": its_cls.optim_state_dict(again, its_optimizer)}
-            dcp.load(found, checkpoint_id=folder)
-            again.load_state_dict(found["model"])
-            loadable = its_cls.optim_state_dict_to_load(again, its_optimizer, found["optim"])
+            loaded = {"model": again.state_dict(), "optim": its_cls.optim_state_dict(again, its_optimizer)}
+            dcp.load(loaded, checkpoint_id=folder)
+            again.load_state_dict(loaded["model"])
+            loadable = its_cls.optim_state_dict_to_load(again, its_optimizer, loaded["optim"])
             its_optimizer.load_state_dict(loadable)
         assert train(again, rank, optimizer=its_optimizer) == pytest.approx(
             train(model, rank, optimizer=optimizer), abs=1e-5

@@ -73,11 +73,11 @@ def test_each_program_learns_the_same(mesh: DeviceMesh, name: str) -> None:
     """An unedited program for FSDP2 learns the same under `install` too."""
     with warnings.catch_warnings(action="ignore"):
         theirs = program(f"{name}_before").train(4, device=str(device()))
-    found = [program(f"{name}_after").train(4, device=str(device()))]
+    runs = [program(f"{name}_after").train(4, device=str(device()))]
     if name == "fsdp2":
         with fsdp2.install():
-            found.append(program("fsdp2_before").train(4, device=str(device())))
-    for ours in found:
+            runs.append(program("fsdp2_before").train(4, device=str(device())))
+    for ours in runs:
         assert ours == pytest.approx(theirs, rel=1e-5 if str(device()) == "cpu" else 1e-2)  # else in bfloat16
         assert ours[-1] < ours[0]
 

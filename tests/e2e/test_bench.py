@@ -116,9 +116,9 @@ def crooked(setup: RankSetup, contender: str, setting: Setting) -> Any:
     if contender == "ddp":
         raise RuntimeError("does not run here")
     seed = 1 if contender == "accordion:no_shard" else 0
-    made = trainer.start(setup, contender, Setting(model=setting.model, batch=1, seq=16, seed=seed))
-    made.memory = made.turn = None  # type: ignore[assignment,method-assign]
-    return made
+    ranks_trainer = trainer.start(setup, contender, Setting(model=setting.model, batch=1, seq=16, seed=seed))
+    ranks_trainer.memory = ranks_trainer.turn = None  # type: ignore[assignment,method-assign]
+    return ranks_trainer
 
 
 def test_contenders_that_train_something_else_are_named_and_nothing_is_compared(monkeypatch, capsys, tmp_path):

@@ -70,12 +70,12 @@ def by_hand(place: Path, count: int) -> float:
 
     model, words = AutoModelForCausalLM.from_pretrained(place / "base").eval(), AutoTokenizer.from_pretrained("base")
     lines = (place / "talks.jsonl").read_text().splitlines()
-    kept = [line for i, line in enumerate(lines, 1) if split_by_key(f"talks.jsonl:{i}") == "train"]
+    train_lines = [line for i, line in enumerate(lines, 1) if split_by_key(f"talks.jsonl:{i}") == "train"]
     total, num = 0.0, 0
-    for number in permutation(len(kept), 0)[:count]:
+    for number in permutation(len(train_lines), 0)[:count]:
         ids, answers = list[int](), list[bool]()
         text = ""
-        for m in json.loads(kept[number])["messages"]:
+        for m in json.loads(train_lines[number])["messages"]:
             mine = m["role"] == "assistant"
             for part, learnt in ((f"<{m['role']}>", False), (m["content"] + "</s>" * mine, mine)):
                 text += part

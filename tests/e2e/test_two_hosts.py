@@ -238,7 +238,7 @@ def kill(agent: subprocess.Popen[str]) -> None:
 
 
 def losses_of(run_dir: Path) -> list[float]:
-    """Of step 1, 2, ...; a run that goes on takes back what was not saved."""
+    """Return the losses of steps 1, 2, ...; a resumed run repeats the steps after its last save."""
     lines = lines_of(run_dir)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     return [line["loss"] for line in lines]
@@ -268,12 +268,12 @@ def test_a_job_goes_on_with_the_hosts_that_are_left_and_with_one_that_comes_back
     kill(one)
     kill(another)
 
-    found = losses_of(run_dir)[: 8 * mark]
+    losses = losses_of(run_dir)[: 8 * mark]
     calm = [sys.executable, *TRAIN, *SAME, "--launch.nproc", "2"]
     words = ["--run.dir", str(tmp_path / "calm"), "--train.micro_batch", "8"]
     with subprocess.Popen([*calm, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as undisturbed:
         try:
-            until(lambda: len(losses_of(tmp_path / "calm")) >= len(found), "the undisturbed run", timeout_s=900)
+            until(lambda: len(losses_of(tmp_path / "calm")) >= len(losses), "the undisturbed run", timeout_s=900)
         finally:
             undisturbed.terminate()  # which ends its ranks; it has more steps than anybody waits for
-    assert found == pytest.approx(losses_of(tmp_path / "calm")[: len(found)], rel=1e-4)
+    assert losses == pytest.approx(losses_of(tmp_path / "calm")[: len(losses)], rel=1e-4)

@@ -335,7 +335,7 @@ def test_fsdp2_follows_it_as_torchs(mesh: Any, asked: torch.dtype | None, reduce
 
 @on_world(2)
 def test_it_may_be_set_until_the_first_use(mesh: Any) -> None:
-    """What is set between `fully_shard` and the first forward counts too."""
+    """Values that are set between `fully_shard` and the first forward count too."""
     model = ours.fully_shard(models.plain().to(BF16), mesh=mesh)
     model.head.weight.grad_dtype = FP32
     one_loss(model, 0).backward()

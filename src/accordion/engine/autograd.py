@@ -51,9 +51,11 @@ class AwaitReduce(torch.autograd.Function):
         for call, parts in calls:  # empty if the unit sums locally (no_sync) since that forward
             gradients = call.engine.gradients
             may_write = gradients.may_write()
-            earlier, listens = _torch.grads_of(call.trained.params)
-            leaves = any(listens) or not all(g is None or isinstance(g, DTensor) for g in earlier)
-            if parts[0].goes_on and may_write and not leaves:
+            puts_off = parts[0].goes_on and may_write
+            if puts_off:
+                earlier, listens = _torch.grads_of(call.trained.params)
+                puts_off = not any(listens) and all(g is None or isinstance(g, DTensor) for g in earlier)
+            if puts_off:
                 for part in parts:
                     part.arrive()
                 gradients.delayed_writes.append(partial(hand_over, call, parts, True))
